@@ -18,17 +18,18 @@ from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src import core as core_internal
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # where JAX itself takes it from
-from jax.extend import core as jex
 from jax.extend import random as jax_random
+
+# Offered to the rest of splitjax under these names; imported as they are, so that their types are known to its users.
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import DropVar as DropVar
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-Literal = jex.Literal
-Var = jex.Var
-DropVar = jex.DropVar
-Primitive = jex.Primitive
-ClosedJaxpr = jex.ClosedJaxpr
-Jaxpr = jex.Jaxpr
-NO_EFFECTS = frozenset()
+NO_EFFECTS: frozenset[Any] = frozenset()
 
 # Frames of these packages are machinery between a user's line and the operation it caused.
 _INSTALLED = tuple(
@@ -135,7 +136,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 
 def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """A closed jaxpr without constants, and the constants as its first operands: `closed(*args)` =
+    """Returns the jaxpr `closed` without constants, and the constants as its first operands: `closed(*args)` =
     `result(*consts, *args)`."""
     consts = list(closed.consts)
     if not consts:
@@ -275,8 +276,8 @@ def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
 
 
 def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
-    """A closed jaxpr without operations and inputs that no result needs, and which inputs are left; the first `keep`
-    always are."""
+    """Returns the jaxpr `closed` without operations and inputs that no result needs, and which inputs are left; the
+    first `keep` always are."""
     inner, consts = open_jaxpr(closed)
     kept, used = partial_eval.dce_jaxpr(
         inner, [True] * len(inner.outvars), [i < keep for i in range(len(inner.invars))]
@@ -383,7 +384,7 @@ def serialized_modules(compiled: Any) -> list[bytes]:
 
 
 def as_weakly_typed(array: jax.Array) -> jax.Array:
-    """The same array with a weak type, which promotes like a Python number."""
+    """Returns the same `array` with a weak type, which promotes like a Python number."""
     return cast("jax.Array", lax_internal._convert_element_type(array, array.dtype, weak_type=True))
 
 
@@ -428,7 +429,7 @@ def varying_axes(*operands: Any) -> frozenset[str]:
 
 
 def vary(operand: Any, axes: frozenset[str]) -> Any:
-    """An operand that counts as varying over these manual mesh axes at least."""
+    """Returns `operand` as a value that counts as varying over the manual mesh `axes` at least."""
     missing = tuple(sorted(axes - varying_axes(operand)))
     return jax.lax.pcast(operand, missing, to="varying") if missing else operand
 

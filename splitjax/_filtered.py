@@ -312,7 +312,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         return with_states(numbers, states, example)
 
     def _batch_positions(self, args: tuple) -> tuple[int, ...]:
-        """Which arguments are batches."""
+        """Returns which arguments are batches."""
         return self._options.batch_argnums
 
     def _state_positions(self, count: int) -> tuple[int, ...]:
@@ -355,11 +355,11 @@ class FilteredStep(abc.ABC, Generic[P, R]):
 
     @abc.abstractmethod
     def _pack(self, args: tuple) -> Call:
-        """A call's arguments, taken apart."""
+        """Takes a call's arguments apart."""
 
     @abc.abstractmethod
     def _unpack(self, call: Call, result: Any) -> Any:
-        """What the plain step returned, put together again."""
+        """Puts what the plain step returned together again."""
 
 
 # Options that the frontends read themselves: positions among the user's arguments, not among the arrays.

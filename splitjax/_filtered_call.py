@@ -30,6 +30,7 @@ class Extra:
         self.half, self.in_place, self.more = half, in_place, more
 
     def tree_flatten(self) -> tuple[tuple, Any]:
+        """Returns no children, and itself as static data, as JAX asks of a pytree node."""
         return (), self
 
     @classmethod
@@ -64,14 +65,17 @@ class Call:
 
     @property
     def made(self) -> tuple[int, ...]:
+        """Returns the positions in `args` of all that `init` makes."""
         return self.state_numbers if self.made_numbers is None else self.made_numbers
 
     @property
     def made_leaves(self) -> list[Any]:
+        """Returns the arrays of all that `init` makes."""
         return jax.tree.leaves([self.args[n] for n in self.made])
 
     @property
     def example(self) -> tuple:
+        """Returns the arguments that are no states."""
         return tuple(arg for n, arg in enumerate(self.args) if n not in self.state_numbers)
 
     def unshared(self) -> tuple:

@@ -216,7 +216,7 @@ def _differentiate(
 
 
 class _Outside:
-    """What a function leaves behind, split: the states of its objects after it, and its auxiliary result."""
+    """Holds what a function leaves behind, split: the states of its objects after it, and its auxiliary result."""
 
     def __init__(self, graphs: list[Any], num_arguments: int, tree: Any, old: list[Any], values: list[Any]) -> None:
         self.graphs, self.num_arguments, self.tree, self.old, self.values = graphs, num_arguments, tree, old, values

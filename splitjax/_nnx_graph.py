@@ -42,11 +42,13 @@ class Arrays:
         self.paths, self.values = paths, tuple(values)
 
     def tree_flatten_with_keys(self) -> tuple[list, Any]:
+        """Returns the values, each with its path as a key, and all paths, as JAX asks of a pytree node."""
         return [
             (jax.tree_util.DictKey(path), value) for path, value in zip(self.paths, self.values, strict=True)
         ], self.paths
 
     def tree_flatten(self) -> tuple[tuple, Any]:
+        """Returns the values and their paths, as JAX asks of a pytree node."""
         return self.values, self.paths
 
     @classmethod
@@ -153,7 +155,11 @@ def fill(tree: Any, objects: Sequence[Any], made: Sequence[Any] = ()) -> Any:
 
 
 def empty(result: Any, objects: Sequence[Any]) -> tuple[Any, Any, tuple]:
-    """A step's result with slots in place of NNX objects, and the graph and values of those that the step made."""
+    """Replaces the NNX objects in a step's `result` by slots.
+
+    Returns the result with slots, and the graph and the values of those objects that the step made: `objects` are those
+    that it was given.
+    """
     leaves, tree = jax.tree.flatten(result, is_leaf=is_object)
     known = {id(one): number for number, one in enumerate(objects)}
     made: list[Any] = []
@@ -197,7 +203,7 @@ def refuse_changed(graph: ObjectGraph, before: Sequence[Any], after: Sequence[An
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What a node of a graph is: its type and, for a variable, its metadata."""
+    """Says what a node of a graph is: its type and, for a variable, its metadata."""
 
     name: str
     metadata: tuple = ()

@@ -35,13 +35,13 @@ _Sizes = Annotated[Any, ReadAs(Count | list[Count])]
 
 
 def spec_axes(spec: Spec) -> tuple[str, ...]:
-    """The mesh axes that a spec uses, in dim order; `?` (left to XLA) is none."""
+    """Returns the mesh axes that `spec` uses, in dim order; `?` (left to XLA) is none."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
     return tuple(axis for entry in entries for axis in entry if axis != "?")
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec for people: `P(None, 'model')`, without trailing None, or `replicated`."""
+    """Writes `spec` for people: `P(None, 'model')`, without trailing None, or `replicated`."""
     used = [i for i, entry in enumerate(spec) if entry]
     return f"P({', '.join(map(repr, spec[: used[-1] + 1]))})" if used else "replicated"
 
@@ -221,14 +221,31 @@ class PlanParts(Protocol):
     """Describes the dataclass that the parts make up, `splitjax.plan.Plan`: what `_plan_json` reads of it."""
 
     @property
-    def mesh(self) -> MeshShape: ...
+    def mesh(self) -> MeshShape:
+        """Returns axes and sizes of the mesh."""
+        ...
+
     @property
-    def batch_axes(self) -> tuple[str, ...]: ...
+    def batch_axes(self) -> tuple[str, ...]:
+        """Returns the axes that split the examples."""
+        ...
+
     @property
-    def leaves(self) -> tuple[LeafPlan, ...]: ...
+    def leaves(self) -> tuple[LeafPlan, ...]:
+        """Returns where each array of the step's arguments lives."""
+        ...
+
     @property
-    def layers(self) -> tuple[LayerPlan, ...]: ...
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """Returns what becomes of each layer."""
+        ...
+
     @property
-    def constraints(self) -> tuple[Constraint, ...]: ...
+    def constraints(self) -> tuple[Constraint, ...]:
+        """Returns the shardings that are pinned inside the step."""
+        ...
+
     @property
-    def partial(self) -> PartialPlan | None: ...
+    def partial(self) -> PartialPlan | None:
+        """Returns how far back workers differentiate; None for a step that is differentiated in full."""
+        ...

@@ -33,6 +33,7 @@ class Fixed:
 
     @property
     def has_hash(self) -> bool:
+        """Tells whether the value itself has a hash."""
         return self._hash is not None
 
     def __hash__(self) -> int:
@@ -69,7 +70,7 @@ class Half:
     leaves: tuple[Any, ...]
 
     def combine(self, arrays: Any) -> Any:
-        """The pytree with these arrays, given in any structure, in order."""
+        """Returns the pytree with these `arrays`, given in any structure, in order."""
         found = iter(jax.tree.leaves(arrays))
         return jax.tree.unflatten(self.tree, [next(found) if leaf is ARRAY else leaf.value for leaf in self.leaves])
 

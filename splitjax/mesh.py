@@ -49,14 +49,17 @@ class MeshShape:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Returns the names of the axes, in the mesh's order."""
         return tuple(axis for axis, _ in self.axes)
 
     @property
     def num_devices(self) -> int:
+        """Returns the number of devices: the product of the sizes."""
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str | Sequence[str] | None) -> int:
-        """The number of devices along an axis, or along several together; 1 for None and for an absent known axis."""
+        """Returns the number of devices along `axis`, or along several axes together; 1 for None and for an absent
+        known axis. Raises `MeshError` for any other axis that the mesh does not have."""
         if axis is None:
             return 1
         if not isinstance(axis, str):
@@ -74,13 +77,16 @@ class MeshShape:
         )
 
     def present(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The given axes that this mesh has with a size above 1, in the given order."""
+        """Returns those of `axes` that this mesh has with a size above 1, in the given order."""
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes that split one dim together, in the order in which XLA can be trusted with them: this mesh's, where
-        it has three axes or more of a size above 1 (row `axes-out-of-mesh-order` of `splitjax.partitioner.DEFECTS`).
-        Two axes are right in either order. Every device has a part of the same size either way; which part differs."""
+        """Returns `axes`, which split a dim together, in the order in which XLA can be trusted with them.
+
+        That is this mesh's, where it has three axes or more of a size above 1 (row `axes-out-of-mesh-order` of
+        `splitjax.partitioner.DEFECTS`). Two axes are right in either order. Every device has a part of the same size
+        either way; which part differs.
+        """
         if len(axes) < 2 or len(self.present(self.names)) < 3:
             return tuple(axes)
         return tuple(sorted(axes, key=self.names.index))
@@ -128,10 +134,11 @@ def _sizes(mesh: Any) -> dict[Any, Any]:
 
 
 def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
-    """The `jax.sharding.Mesh` for what the user gave: a mesh as it is, sizes over the local run's devices, or None for
-    all devices on `data`. Axes are of type Auto, so that XLA places what the plan leaves open.
+    """Makes the `jax.sharding.Mesh` for what the user gave as `mesh`: a mesh as it is, sizes over the local run's
+    devices, or None for all devices on `data`. Axes are of type Auto, so that XLA places what the plan leaves open.
 
-    Raises `MeshError` when the product of the sizes is not the number of devices."""
+    Raises `MeshError` when the product of the sizes is not the number of devices.
+    """
     if isinstance(mesh, Mesh):
         return mesh
     devices = jax.devices()

@@ -108,7 +108,7 @@ show_signature(parallelize, _OWN)
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """Which argument numbers the user gave."""
+    """Says which argument numbers the user gave."""
 
     state: bool
     batch: bool

@@ -67,13 +67,24 @@ class LeafLike(Protocol):
     """Describes what `first_mismatch` reads of a step's leaf: `LeafPlan` and `trace.graph.Leaf` both fit."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Returns its path in the pytree."""
+        ...
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Returns the sizes of its dims."""
+        ...
+
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> Any:
+        """Returns the type of its elements."""
+        ...
+
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """Returns its role, as `trace.graph.Leaf.role`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

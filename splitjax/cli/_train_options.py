@@ -193,9 +193,11 @@ GROUPS = {
 
 
 def expand_config(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `train` with those of its `--config FILE` in front, so that the command line has the last word.
+    """Returns the `arguments` of `train` with those of its `--config FILE` in front, so that the command line has the
+    last word.
 
-    Raises `OptionValueError` for a file that is missing or not TOML, and for a key that is no option."""
+    Raises `OptionValueError` for a file that is missing or not TOML, and for a key that is no option.
+    """
     rest = list(arguments)
     file = None
     for number, argument in enumerate(rest):

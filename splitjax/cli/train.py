@@ -109,7 +109,7 @@ class Train(Traceback):
             highlight=False,
             soft_wrap=True,
         )
-        return _Run(
+        return _TrainingRun(
             self, console, dataset, steps, num_steps, an_epoch, parts.learning_rates(rate, num_steps), first
         ).go(begin_unix_seconds)
 
@@ -120,7 +120,7 @@ def _mesh_text(steps: Steps) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _TrainingRun:
     """One start of a run, everything it needs being made."""
 
     options: Train

@@ -26,7 +26,7 @@ from splitjax.planning.pinning import pins_tables
 from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 
 class StepPrograms:
@@ -50,7 +50,7 @@ class StepPrograms:
         self._training = training
         self.last: Entry | None = None
         self.compiles: list[CompileRecord] = []
-        self.kept = Kept()
+        self.kept: Kept = Kept()
         self._entries: dict[Signature, Entry] = {}
         self._agreed: set[int] = set()  # programs that all processes were found to share
         self._observers: dict[Signature, Observer] = {}  # where tables are synchronised by rows

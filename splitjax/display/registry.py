@@ -23,7 +23,7 @@ Draw = Callable[[Any, str | os.PathLike[str] | None], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Registered:
     """Holds what is registered for a type: `make_document`, and `draw` where there is a picture of its values."""
 
     make_document: MakeDocument
@@ -46,7 +46,7 @@ class Shown:
         return html(self.document)
 
 
-_ENTRIES: dict[str, Entry] = {}
+_ENTRIES: dict[str, Registered] = {}
 
 
 def register(kind: type | str, make_document: MakeDocument, *, draw: Draw | None = None) -> None:
@@ -59,7 +59,7 @@ def register(kind: type | str, make_document: MakeDocument, *, draw: Draw | None
       import what it needs then.
     - `draw`: a function of a value and a path (or None) that draws a picture, writes it to the path, and returns it.
     """
-    _ENTRIES[kind if isinstance(kind, str) else _name(kind)] = Entry(make_document, draw)
+    _ENTRIES[kind if isinstance(kind, str) else _name(kind)] = Registered(make_document, draw)
 
 
 def document(value: object) -> Document | None:
@@ -114,7 +114,7 @@ def draw(value: object, path: str | os.PathLike[str] | None) -> Any:
     return entry.draw(value, path)
 
 
-def _entry(value: object) -> Entry | None:
+def _entry(value: object) -> Registered | None:
     return next((_ENTRIES[name] for name in map(_name, type(value).__mro__) if name in _ENTRIES), None)
 
 

@@ -179,7 +179,7 @@ def _columns(table: Table, cells: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int) -> list[int]:
-    """How narrow each column can be: as its longest word, up to `longest_word`; figures are not broken."""
+    """Returns how narrow each column can be: as its longest word, up to `longest_word`; figures are not broken."""
     least = []
     for column, (title, *texts) in zip(table.columns, _columns(table, cells), strict=True):
         words = [word for text in (title, *texts) for word in _BETWEEN_WORDS.split(text)]
@@ -264,7 +264,8 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _head(word: str, width: int) -> str:
-    """As much of the beginning of a word as fits, at least one character; up to a joint where one is near its end."""
+    """Returns as much of the beginning of a word as fits, at least one character; up to a joint where one is near its
+    end."""
     end = 1
     while end < len(word) and cell_len(word[: end + 1]) <= width:
         end += 1

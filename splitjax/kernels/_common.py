@@ -63,8 +63,8 @@ def round_up(number: int, to: int) -> int:
 
 
 def pad_rows(array: jax.Array, num_rows: int, value: Any = 0) -> jax.Array:
-    """An array with at least `num_rows` entries in its leading dim, the new ones `value`; the identity where nothing is
-    missing."""
+    """Returns `array` with at least `num_rows` entries in its leading dim, the new ones `value`; the same array where
+    nothing is missing."""
     missing = num_rows - array.shape[0]
     if missing <= 0:
         return array

@@ -23,7 +23,7 @@ _BLOCK_ROWS = 256
 
 
 def decode(words: jax.Array, capacity: int, filler: int = FILLER) -> tuple[jax.Array, jax.Array]:
-    """The ids whose bits are set, in one bitmap or each of several.
+    """Returns the ids whose bits are set, in one bitmap or each of several.
 
     **Arguments:**
 

@@ -46,7 +46,7 @@ def num_words(size: int) -> int:
 
 
 def encode_ids(ids: jax.Array, size: int) -> jax.Array:
-    """The bitmap of a set of ids, or of each of several sets.
+    """Makes the bitmap of a set of ids, or of each of several sets.
 
     **Arguments:**
 

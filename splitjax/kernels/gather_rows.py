@@ -31,7 +31,7 @@ from splitjax.kernels._pallas import pl, plgpu, pltpu
 
 @jax.custom_vjp
 def gather_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows with the given numbers; a number outside [0, n), such as `FILLER`, gives zeros.
+    """Gathers the rows with the given numbers; a number outside [0, n), such as `FILLER`, gives zeros.
 
     **Arguments:**
 
@@ -122,9 +122,9 @@ def _tpu_kernel(rows, next_rows, table, gathered, buffer, started, semaphore, *,
     gathered[...] = buffer[slot]
 
 
-def start_copies(table, rows, buffer, semaphore):
+def start_copies(table: Any, rows: Any, buffer: Any, semaphore: Any) -> jax.Array:
     """In a TPU kernel: starts to copy a block of `rows` of `table` into `buffer`, zeros where a number is outside;
-    `semaphore` counts the bytes that arrived. Returns how many copies."""
+    `semaphore` counts the bytes that arrived. All are references of Pallas. Returns how many copies, int32[]."""
     num_rows = table.shape[0]
 
     def body(place, count):
@@ -144,7 +144,7 @@ def start_copies(table, rows, buffer, semaphore):
     return lax.fori_loop(0, rows.shape[-1], body, jnp.int32(0))
 
 
-def wait_for_copies(table, buffer, semaphore, count):
+def wait_for_copies(table: Any, buffer: Any, semaphore: Any, count: jax.Array) -> None:
     """Waits, in a TPU kernel, for `count` of the copies that `start_copies` began with this `table`, `buffer` and
     `semaphore`."""
     # The semaphore counts bytes, so that copies that fill the buffer can be waited for at once.

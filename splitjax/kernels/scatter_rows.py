@@ -31,7 +31,7 @@ from splitjax.kernels.gather_rows import gather_rows
 
 @custom_vjp(nondiff_argnums=(3,))
 def scatter_rows(table: jax.Array, rows: jax.Array, values: jax.Array, is_sorted: bool = False) -> jax.Array:
-    """A table with some rows replaced.
+    """Replaces some rows of a table.
 
     **Arguments:**
 

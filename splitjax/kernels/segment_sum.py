@@ -74,8 +74,11 @@ def segment_sum(ids: jax.Array, values: jax.Array, capacity: int | None = None) 
 
 
 def ranks_of(ids: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The different ids, int32[capacity]; each row's slot, int32[n], -1 for a filler; and the number of different ids,
-    int32[]."""
+    """Finds the different ones among `ids`, int32[n], which ascend and end with `FILLER`s.
+
+    Returns the different ids, int32[capacity]; the slot of each id, int32[n], -1 for a filler; and the number of
+    different ids, int32[].
+    """
     is_first = jnp.concatenate([jnp.ones(min(1, ids.shape[0]), bool), ids[1:] != ids[:-1]]) & (ids != FILLER)
     ranks = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     count = is_first.sum(dtype=jnp.int32)

@@ -1,4 +1,8 @@
-"""Every collective of a compiled step, with its layer, its reason and the planned one that it realises."""
+"""Attributes every collective of a compiled step: to its layer, its reason and the planned collective that it realises.
+
+A step's compiled programs and its plan go in; the collectives of a report come out, and what the plan has that XLA did
+without. This module joins what the others of this room find: evidence, causes, pairs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import FALLBACK, Evidence, Step, gather_evidence
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.parts import Part
+from splitjax.report.parts import StepPart
 from splitjax.report.reconcile import difference, pair
 from splitjax.trace.graph import Graph
 
@@ -20,7 +24,7 @@ _NEAR = 8
 
 @dataclasses.dataclass(frozen=True)
 class ReportedCollective:
-    """One collective of the compiled step beside its plan.
+    """Describes a collective of the compiled step beside its plan.
 
     **Attributes:**
 
@@ -31,9 +35,10 @@ class ReportedCollective:
     - `cause`: why it is there: the plan's own reason where it was planned. Empty where nothing is known.
     - `rule`: the sharding rule that decided the layer's weight; empty without a layer.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: what the layer is known by.
-    - `planned`: the planned collective that it realises; None for one that the plan does not have.
-    - `differs`: how it differs from the planned one, in words; empty where it does not.
-    - `source`: the user's `file:line (function)` of the operation that it serves, or where XLA has none of one nearby.
+    - `planned`: the planned collective that it realises; None where the plan has none.
+    - `differs`: how it differs from the planned collective, in words; empty where it does not.
+    - `source`: the user's `file:line (function)` of the operation that it serves, or, where XLA has none, of an
+      operation nearby.
     """
 
     compiled: CompiledCollective
@@ -48,77 +53,90 @@ class ReportedCollective:
 
     @property
     def op(self) -> str:
-        """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `collective_permute`, ..."""
+        """Returns its kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `collective_permute`, ..."""
         return self.compiled.op
 
     @property
     def axis(self) -> str:
-        """The mesh axes that it runs over, joined by `+`."""
+        """Returns the mesh axes that it runs over, joined by `+`."""
         return self.compiled.axis
 
     @property
     def bytes(self) -> int:
-        """What each device sends per step, in bytes, by the ring formulas."""
+        """Returns the bytes that each device sends per step, by the ring formulas."""
         return self.compiled.bytes
 
     @property
     def predicted_bytes(self) -> int:
-        """What the plan says that each device sends for it per step, in bytes; 0 where it was not planned."""
+        """Returns the bytes that each device sends for it per step by the plan; 0 where it was not planned."""
         return self.planned.bytes if self.planned is not None else 0
 
     @property
     def is_attributed(self) -> bool:
-        """Whether its layer or its cause is known."""
+        """Tells whether its layer or its cause is known."""
         return bool(self.layer or self.cause)
 
 
 def attribute(
-    parts: Sequence[Part], plan: Plan, graph: Graph
+    parts: Sequence[StepPart], plan: Plan, graph: Graph
 ) -> tuple[tuple[ReportedCollective, ...], tuple[Collective, ...]]:
-    """The collectives of a step's compiled programs in their order, and the planned ones that none of them realises."""
+    """Attributes the collectives of a step.
+
+    **Arguments:**
+
+    - `parts`: the step's programs (`report.parts.read_parts`).
+    - `plan`, `graph`: what they were compiled from.
+
+    Returns the collectives of the programs in their order, and the planned ones that none of them realises.
+    """
     known: list[tuple[Evidence, Dataflow, Step]] = []
     step = None
     for part in parts:
         for module in part.modules:
             flow = Dataflow(module)
             step = Step(plan, graph, part.argument_names, flow)
-            known += [(_counted(gather_evidence(one, flow, step)), flow, step) for one in part.collectives(module)]
+            known += [
+                (_counted(gather_evidence(collective, flow, step)), flow, step)
+                for collective in part.collectives(module)
+            ]
     if step is None:
         return (), plan.collectives
-    paired, missing = pair([one for one, _, _ in known], step)
+    paired, missing = pair([evidence for evidence, _, _ in known], step)
     return tuple(
-        _reported(one, flow, step, planned) for (one, flow, step), planned in zip(known, paired, strict=True)
+        _reported(evidence, flow, step, planned) for (evidence, flow, step), planned in zip(known, paired, strict=True)
     ), missing
 
 
-def _counted(one: Evidence) -> Evidence:
-    """A fallback counts nothing: it hardly ever runs."""
+def _counted(evidence: Evidence) -> Evidence:
+    """Counts nothing for a fallback, which hardly ever runs; returns anything else as it is."""
     return (
-        dataclasses.replace(one, collective=dataclasses.replace(one.collective, trips=0, bytes=0))
-        if one.about == FALLBACK
-        else one
+        dataclasses.replace(evidence, collective=dataclasses.replace(evidence.collective, trips=0, bytes=0))
+        if evidence.about == FALLBACK
+        else evidence
     )
 
 
-def _reported(one: Evidence, flow: Dataflow, step: Step, planned: Collective | None) -> ReportedCollective:
-    layer = planned.layer if planned is not None else one.layer
+def _reported(evidence: Evidence, flow: Dataflow, step: Step, planned: Collective | None) -> ReportedCollective:
+    """Puts a compiled collective beside `planned`, the planned one that it realises."""
+    layer = planned.layer if planned is not None else evidence.layer
     return ReportedCollective(
-        one.collective,
+        evidence.collective,
         layer,
-        one.phase,
-        cause_of(one, flow, step) if planned is None else planned.why,
-        rule=next((found.rule for found in step.plan.layers if found.name == layer), ""),
-        known_by=one.known_by,
+        evidence.phase,
+        cause_of(evidence, flow, step) if planned is None else planned.why,
+        rule=next((layer_plan.rule for layer_plan in step.plan.layers if layer_plan.name == layer), ""),
+        known_by=evidence.known_by,
         planned=planned,
-        differs="" if planned is None else difference(one, planned),
-        source=one.frames[0] if one.frames else _line_nearby(one, flow),
+        differs="" if planned is None else difference(evidence, planned),
+        source=evidence.frames[0] if evidence.frames else _line_nearby(evidence, flow),
     )
 
 
-def _line_nearby(one: Evidence, flow: Dataflow) -> str:
-    """The nearest line of the user's before a collective, or else after it; empty for none within a few operations."""
+def _line_nearby(evidence: Evidence, flow: Dataflow) -> str:
+    """Returns the nearest of the user's lines before a collective, or else after it; empty for none within a few
+    operations."""
     for onward in (flow.sources, flow.users):
-        for distance, node in flow.walk([one.node] if one.node is not None else [], onward):
+        for distance, node in flow.walk([evidence.node] if evidence.node is not None else [], onward):
             if distance > _NEAR:
                 break
             if lines := flow.lines(node):

@@ -1,8 +1,9 @@
-"""Why a compiled collective is there, in words, from what is known of it: never a label for whatever is left over.
+"""Says in words why a compiled collective is there.
 
-What the plan foresaw has the plan's own reason. This module speaks of the rest: small sums that plans leave out
-(`cost.collectives`), and what XLA's partitioner moved on its own. A collective of which neither the operation nor the
-value is known has no cause.
+What is known of a collective (`report.evidence`) goes in, a text comes out. What the plan foresaw has the plan's own
+reason. This module speaks of the rest: small sums that plans leave out (`cost.collectives`), and what XLA's partitioner
+moved on its own. A collective of which neither the operation nor the value is known has no cause: there is no label for
+whatever is left over.
 """
 
 from __future__ import annotations
@@ -48,41 +49,50 @@ _REDUCTIONS = (
 _ORDERS = ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
 
 
-def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
-    """The reason of a collective that no planned one explains; empty where there is no evidence for any."""
-    collective = one.collective
+def cause_of(evidence: Evidence, flow: Dataflow, step: Step) -> str:
+    """Returns the reason of a collective that no planned one explains; empty where there is no evidence for any.
+
+    **Arguments:**
+
+    - `evidence`: what is known of the collective.
+    - `flow`: the dataflow of the module that holds it.
+    - `step`: the planned step that the module was compiled from.
+    """
+    collective = evidence.collective
     over = f"split over {collective.axis}"
-    if one.about == GRADIENT:
-        further = any(planned.why.startswith(f"gradient of {one.leaf}") for planned in step.plan.collectives)
-        return f"a further part of the gradient of {one.leaf}" if further else f"gradient of {one.leaf}"
-    if one.about == FALLBACK:
-        return f"all rows of the gradient of {one.leaf}, in steps for which its capacities do not suffice: not counted"
-    if one.about == ROWS:
-        return f"rows of the gradient of {one.leaf}"
-    if one.about == SUMMED:
-        return f"gradient of {one.leaf}"
-    if one.about == HANDED:
-        return f"gradient of {one.leaf}, handed to workers that did not compute it"
-    if one.about == MOVED:
-        return f"the gradient of {one.leaf} is summed in another layout than its update needs"
-    if one.about == WEIGHT:
-        return f"{one.leaf} is laid out otherwise than the {one.phase} pass reads it"
-    if one.about == STATE:
-        new = one.node is not None and all(step.leaf(flow.origin(source)) is None for source in flow.sources(one.node))
+    if evidence.about == GRADIENT:
+        further = any(planned.why.startswith(f"gradient of {evidence.leaf}") for planned in step.plan.collectives)
+        return f"a further part of the gradient of {evidence.leaf}" if further else f"gradient of {evidence.leaf}"
+    if evidence.about == FALLBACK:
+        when = "in steps for which its capacities do not suffice"
+        return f"all rows of the gradient of {evidence.leaf}, {when}: not counted"
+    if evidence.about == ROWS:
+        return f"rows of the gradient of {evidence.leaf}"
+    if evidence.about == SUMMED:
+        return f"gradient of {evidence.leaf}"
+    if evidence.about == HANDED:
+        return f"gradient of {evidence.leaf}, handed to workers that did not compute it"
+    if evidence.about == MOVED:
+        return f"the gradient of {evidence.leaf} is summed in another layout than its update needs"
+    if evidence.about == WEIGHT:
+        return f"{evidence.leaf} is laid out otherwise than the {evidence.phase} pass reads it"
+    if evidence.about == STATE:
+        node = evidence.node
+        new = node is not None and all(step.leaf(flow.origin(source)) is None for source in flow.sources(node))
         return (
-            f"XLA computes the new {one.leaf} in another layout than the plan has for it"
+            f"XLA computes the new {evidence.leaf} in another layout than the plan has for it"
             if new
-            else f"{one.leaf} is laid out otherwise than it is read"
+            else f"{evidence.leaf} is laid out otherwise than it is read"
         )
-    if one.about == STATISTIC:
-        return f"batch statistics: {one.leaf}"
-    if one.about == BATCH:
-        return f"{one.leaf} is laid out otherwise than it is read"
-    operation = primitive(one.op_name)
+    if evidence.about == STATISTIC:
+        return f"batch statistics: {evidence.leaf}"
+    if evidence.about == BATCH:
+        return f"{evidence.leaf} is laid out otherwise than it is read"
+    operation = primitive(evidence.op_name)
     if not operation:
         return ""
     if collective.op in _SUMS:
-        return _sum(one, operation, over, flow, step)
+        return _sum(evidence, operation, over, flow, step)
     if operation == "sharding_constraint":
         return f"a sharding constraint in the step, where the value is {over}"
     if operation in _REDUCTIONS or operation in _ORDERS:
@@ -93,19 +103,20 @@ def cause_of(one: Evidence, flow: Dataflow, step: Step) -> str:
     return f"XLA changes the layout of what {operation} reads or gives, {over}"
 
 
-def _sum(one: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -> str:
-    collective = one.collective
+def _sum(evidence: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -> str:
+    """Returns the reason of an all-reduce or reduce-scatter, by the operation whose partial results it adds up."""
+    collective = evidence.collective
     if not collective.shape:
-        return _scalar(one, operation, flow, step)
-    if step.kinds.get(one.layer) == "norm" and operation.startswith("reduce"):
-        shapes = [leaf.shape for leaf in step.plan.leaves if step.layers.get(leaf.path) == one.layer]
+        return _scalar(evidence, operation, flow, step)
+    if step.kinds.get(evidence.layer) == "norm" and operation.startswith("reduce"):
+        shapes = [leaf.shape for leaf in step.plan.leaves if step.layers.get(leaf.path) == evidence.layer]
         # the examples of any layer are split over the first of them
         batch_axes = step.plan.mesh.present(step.plan.batch_axes)
         of_batch = (
             bool(batch_axes) and batch_axes[0] in collective.axis.split("+") and _has_shape(collective.shape, shapes)
         )
         what = "batch statistics" if of_batch else f"statistics of a normalisation whose features are {over}"
-        return what if one.phase != BACKWARD else f"cotangents of {what}"
+        return what if evidence.phase != BACKWARD else f"cotangents of {what}"
     if operation in _PRODUCTS:
         return f"partial results of {operation} whose contracted dim is {over}"
     if operation in _LOOKUPS:
@@ -120,28 +131,29 @@ def _sum(one: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -
 
 
 def _has_shape(shape: Sequence[int], shapes: Sequence[Sequence[int]]) -> bool:
+    """Tells whether `shape` is among `shapes`, dims of size 1 aside, or is an even part of a vector among them."""
     plain = [n for n in shape if n > 1]
     return any(
-        plain == [n for n in other if n > 1] or (len(plain) == 1 and len(other) == 1 and other[0] % plain[0] == 0)
-        for other in shapes
+        plain == [n for n in whole if n > 1] or (len(plain) == 1 and len(whole) == 1 and whole[0] % plain[0] == 0)
+        for whole in shapes
     )
 
 
-def _scalar(one: Evidence, operation: str, flow: Dataflow, step: Step) -> str:
-    """A scalar: from gradients (a norm), from the batch and read by the derivative or the update (a mask's sum), or
-    only returned."""
+def _scalar(evidence: Evidence, operation: str, flow: Dataflow, step: Step) -> str:
+    """Returns the reason of a sum to a scalar: it comes from gradients (a norm), it comes from the batch and the
+    derivative or the update reads it (a mask's sum), or it is only returned."""
     name = operation if operation.startswith("reduce") else f"sum ({operation})"
-    if one.node is None:
-        return f"{name} to a scalar, in the {one.phase} pass"
-    cone = [node for _, node in flow.walk([one.node], flow.users)]
+    if evidence.node is None:
+        return f"{name} to a scalar, in the {evidence.phase} pass"
+    cone = [node for _, node in flow.walk([evidence.node], flow.users)]
     to_state = any(
         step.roles.get(step.leaf(flow.argument(source)) or "") in _STATE
         for node in cone
         for source in flow.sources(node)
     )
-    sources = [node for _, node in flow.walk([one.node], flow.sources)]
+    sources = [node for _, node in flow.walk([evidence.node], flow.sources)]
     roles = {step.roles.get(step.leaf(flow.argument(node)) or "", "") for node in sources}
-    if to_state and one.phase == BACKWARD:
+    if to_state and evidence.phase == BACKWARD:
         return f"{name} to a scalar of the backward pass"
     if to_state and any("transpose(" in flow.instruction(node).op_name for node in sources):
         return f"{name} to a scalar that the update depends on, such as the global norm of the gradients"
@@ -153,4 +165,4 @@ def _scalar(one: Evidence, operation: str, flow: Dataflow, step: Step) -> str:
         return f"{name} to a scalar that the step returns, such as loss or accuracy"
     if flow.decisions & set(cone):
         return f"{name} to a scalar that decides which branch is taken"
-    return f"{name} to a scalar, in the {one.phase} pass"
+    return f"{name} to a scalar, in the {evidence.phase} pass"

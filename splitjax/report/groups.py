@@ -1,4 +1,4 @@
-"""Which mesh axes a collective runs over, from the groups of devices that XLA wrote down.
+"""Finds the mesh axes that a collective runs over, from the groups of devices that XLA wrote down.
 
 Devices are numbered by their position in the mesh, row-major: that is how `jax.jit` assigns the partitions of a program
 to a mesh's devices, whatever ids the devices have.
@@ -18,8 +18,8 @@ OTHER = "other"
 
 
 def expand(groups: GroupList, num_devices: int) -> Groups:
-    """The groups as lists of device numbers, whatever form they are written in; no groups means all devices
-    together."""
+    """Returns `groups` as lists of device numbers, whatever form they are written in; no groups means that all
+    `num_devices` devices are one group."""
     if groups.iota is not None:
         count, size, reshape, transpose = groups.iota
         return _rows(_iota(reshape, transpose).reshape(count, size))
@@ -29,8 +29,8 @@ def expand(groups: GroupList, num_devices: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
-    """The mesh axes, in the mesh's order, such that devices of one group differ in exactly these axes and in all their
-    combinations; None where no set of axes gives these groups."""
+    """Returns the axes of `mesh`, in its order, such that devices of a group differ in exactly these axes and in all
+    their combinations; None where no set of axes gives these `groups`."""
     coordinates = _coordinates(mesh)
     if coordinates is None:
         return None
@@ -48,14 +48,16 @@ def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
 
 
 def varying_axes(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
-    """The mesh axes in which devices of any one group differ, whatever part of them the groups are: a sum over some of
-    an axis's workers. None where a device is not the mesh's."""
+    """Returns the axes of `mesh` in which devices of any of the `groups` differ, whatever part of these axes the groups
+    are: a sum over some of an axis's workers, say. None where a device is not the mesh's."""
     return permuted_axes(((group[0], device) for group in groups for device in group), mesh)
 
 
 def permuted_axes(pairs: Iterable[tuple[int, int]], mesh: MeshShape) -> tuple[str, ...] | None:
-    """The mesh axes along which a permutation moves data; None where a device is not the mesh's."""
-    coordinates, moved = _coordinates(mesh), set()
+    """Returns the axes of `mesh` along which a permutation moves data, given as `pairs` (from, to) of device numbers;
+    None where a device is not the mesh's."""
+    coordinates = _coordinates(mesh)
+    moved: set[int] = set()
     for source, target in pairs:
         if coordinates is None or not (0 <= source < mesh.num_devices and 0 <= target < mesh.num_devices):
             return None
@@ -64,18 +66,20 @@ def permuted_axes(pairs: Iterable[tuple[int, int]], mesh: MeshShape) -> tuple[st
 
 
 def _coordinates(mesh: MeshShape) -> np.ndarray | None:
-    """Per device its place along every axis."""
+    """Returns the place of every device along every axis, int[devices, axes]; None for a mesh without axes."""
     sizes = [size for _, size in mesh.axes]
     return np.stack(np.unravel_index(np.arange(mesh.num_devices), sizes), axis=1) if sizes else None
 
 
 def _iota(reshape: tuple[int, ...], transpose: tuple[int, ...]) -> np.ndarray:
+    """Returns the devices in order as an array of the sizes `reshape`, its dims permuted by `transpose`."""
     devices = np.arange(math.prod(reshape)).reshape(reshape)
     return devices.transpose(transpose) if transpose else devices
 
 
 def _of_mesh(groups: MeshGroups) -> Groups:
-    """Splits every axis that is used in part into its factors, and brings the factors that are used to the end."""
+    """Lists groups that are axes of a mesh: splits every axis that is used in part into its factors, and brings the
+    factors that are used to the end."""
     if groups.device_ids:
         devices = np.asarray(groups.device_ids)
     elif groups.iota is not None:
@@ -86,7 +90,7 @@ def _of_mesh(groups: MeshGroups) -> Groups:
     for axis, before, size in groups.axes:
         if size:
             bounds[axis] |= {before, before * size}
-    factors, starts = [], []  # sizes of all factors; per factor its axis and what lies before it
+    factors, starts = [], []  # sizes of all factors; the axis of each factor and what lies before it
     for axis, cuts in enumerate(bounds):
         ordered = sorted(cuts)
         for low, high in zip(ordered, ordered[1:], strict=False):

@@ -1,10 +1,9 @@
-"""The collectives of a compiled step, as one flat list of values: what runs, over which mesh axes, how often, how many
-bytes.
+"""Lists the collectives of a compiled step as values: what runs, over which mesh axes, how often, and how many bytes.
 
-Read from the modules that XLA compiled (`report.wire`), from the entry computation on: into loops (their bodies count
-as often as they run), calls, branches, fusions and the computations that asynchronous collectives are wrapped in.
-Combined collectives are taken apart again: XLA joins small ones of one kind into one operation with several operands,
-each of which had its own cause.
+The modules that XLA compiled (`report.wire`) go in. They are read from the entry computation on: into loops (their
+bodies count as often as they run), calls, branches, fusions and the computations that asynchronous collectives are
+wrapped in. Combined collectives are taken apart again: XLA joins small ones of the same kind into an operation with
+several operands, each of which had its own cause.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from splitjax import _compat
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import OTHER, axes_of, expand, permuted_axes, varying_axes
-from splitjax.report.loops import num_turns
+from splitjax.report.loops import num_trips
 from splitjax.report.wire import Computation, Frame, Groups, Instruction, Module, Shape, read_module
 
 # Opcode -> our name. Of a pair `-start`, `-done` only the start is counted: the done names no groups.
@@ -37,21 +36,8 @@ _OPS = {
 }
 # Instructions that hand a value on: the cause of what they hand on stands further up.
 _PASSING = frozenset(
-    {
-        "bitcast",
-        "copy",
-        "get-tuple-element",
-        "tuple",
-        "reshape",
-        "transpose",
-        "convert",
-        "optimization-barrier",
-        "copy-start",
-        "copy-done",
-        "async-done",
-        "async-update",
-        "opt-barrier",
-    }
+    "bitcast copy get-tuple-element tuple reshape transpose convert optimization-barrier copy-start copy-done "
+    "async-done async-update opt-barrier".split()
 )
 # (name as JAX says it, bits) by `xla.PrimitiveType`.
 _DTYPES = {
@@ -90,15 +76,15 @@ _DTYPES = {
 }
 
 
-# A choice among branches of which splitjax knows how many of so many steps, or of so many workers, take each
+# A choice among branches of which splitjax knows how many steps of a cycle, or how many workers, take each
 # (`lower.partial.truncation.turns_scope`).
-_TURNS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
+_BRANCH_COUNTS = re.compile(r"splitjax:(?:turns|depths):([\d.]+)/cond$")
 _HANDED = "splitjax:handed:"  # `lower.partial.allreduce`
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """One collective of a compiled step, or one member of a combined one.
+    """Describes a collective of a compiled step, or a member of a combined one.
 
     **Attributes:**
 
@@ -112,18 +98,18 @@ class CompiledCollective:
       are of unequal size, and of hand-overs of partial sums, the mean over all devices; else of those that send.
     - `dtype`, `shape`: of what a device puts in, once.
     - `trips`: how often it runs per step.
-    - `trips_known`: False inside a loop whose number of turns XLA does not know: `trips` then counts one turn.
-    - `conditional`: it stands in a branch, so that a step may do without it.
+    - `trips_known`: False inside a loop whose number of trips XLA does not know: `trips` then counts a single trip.
+    - `conditional`: whether it stands in a branch, so that a step may do without it.
     - `share`: how much of the time it runs, where splitjax knows how often a branch is taken (partial backpropagation:
-      the share of its turns, which repeat, or of the workers, each of which takes the branch of its depth); `bytes` is
-      then the mean over turns and workers. 1 for everything else: what XLA may skip is counted as if it ran.
-    - `branch`: of one with a share, which branch it stands in.
+      the share of the steps of a cycle, or of the workers, each of which takes the branch of its depth); `bytes` is
+      then the mean over steps and workers. 1 for everything else: what XLA may skip is counted as if it ran.
+    - `branch`: of a collective with a share, which branch it stands in.
     - `op_name`: the path of scopes and transformations that JAX gave the operation it belongs to.
     - `source`: the user's `file:line (function)`; empty where XLA has none.
     - `frames`: all of the user's lines on the stack, innermost first, as `source`.
     - `name`: of the instruction in the module.
     - `num_combined`: how many collectives XLA joined into this instruction.
-    - `member`: which of them this one is, from 0.
+    - `member`: which of them this is, from 0.
     """
 
     op: str
@@ -153,7 +139,8 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """How an instruction is reached."""
+    """Says how an instruction is reached: how often it runs, in a loop or branch or not (`CompiledCollective` has the
+    same)."""
 
     trips: int = 1
     known: bool = True
@@ -161,18 +148,20 @@ class _Context:
     share: float = 1.0
     branch: str = ""
 
-    def into(self, one: Instruction, number: int) -> _Context:
-        """Into a conditional's branch."""
-        turns = _TURNS.search(one.op_name)
-        weights = [int(weight) for weight in turns.group(1).split(".")] if turns else []
-        if len(weights) != len(one.called):
+    def into(self, conditional: Instruction, number: int) -> _Context:
+        """Returns the context inside branch `number` of an instruction that chooses among branches."""
+        scope = _BRANCH_COUNTS.search(conditional.op_name)
+        weights = [int(weight) for weight in scope.group(1).split(".")] if scope else []
+        if len(weights) != len(conditional.called):
             return dataclasses.replace(self, conditional=True)
         share = self.share * weights[number] / sum(weights)
-        return dataclasses.replace(self, conditional=True, share=share, branch=f"{one.name}:{number}")
+        return dataclasses.replace(self, conditional=True, share=share, branch=f"{conditional.name}:{number}")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _PlacedModule:
+    """Holds a module and the mesh of the devices that it was compiled for."""
+
     module: Module
     mesh: MeshShape
 
@@ -181,77 +170,89 @@ _BITS = dict(_DTYPES.values())
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array: dtypes of less than a byte are packed."""
+    """Returns the bytes of an array of dtype `dtype` (JAX's name of it) and shape `shape`: dtypes of less than a byte
+    are packed."""
     return -(-math.prod(shape) * _BITS.get(dtype, 8) // 8)
 
 
 def compiled_collectives(compiled: object, mesh: MeshShape) -> tuple[CompiledCollective, ...]:
-    """The collectives of a `jax.stages.Compiled` over a mesh's devices (in the mesh's order), in the order of the
-    program.
+    """Lists the collectives of `compiled`, a `jax.stages.Compiled`, in the order of the program.
 
-    Collectives within groups of one device send nothing and are left out. Raises `report.wire.WireError` where the
-    modules cannot be read."""
+    `mesh` holds the devices in the order in which the program numbers them. Collectives within groups of one device
+    send nothing and are left out. Raises `report.wire.WireError` where the modules cannot be read.
+    """
     return tuple(
-        one for data in _compat.serialized_modules(compiled) for one in read_collectives(read_module(data), mesh)
+        collective
+        for data in _compat.serialized_modules(compiled)
+        for collective in read_collectives(read_module(data), mesh)
     )
 
 
 def read_collectives(module: Module, mesh: MeshShape) -> tuple[CompiledCollective, ...]:
-    """The collectives of one module, as `compiled_collectives`."""
+    """Lists the collectives of a single `module`, compiled for the devices of `mesh`, as `compiled_collectives`
+    does."""
     entry = module.computations.get(module.entry)
-    return tuple(_walk(_Reader(module, mesh), entry, _Context())) if entry is not None else ()
+    return tuple(_walk(_PlacedModule(module, mesh), entry, _Context())) if entry is not None else ()
 
 
 def _walk(
-    reader: _Reader, computation: Computation, context: _Context, fused: set[str] | None = None
+    placed: _PlacedModule, computation: Computation, context: _Context, fused: set[str] | None = None
 ) -> Iterator[CompiledCollective]:
-    """`fused`: of a fusion's body the chains of collectives that fusions beside it held already. The TPU's compiler
-    hides a collective behind others' work in a chain of fusions that each hold a copy of it: one that starts it, those
-    that carry it on and compute, one that waits for it. (Channels do not tell them apart: a `shard_map`'s collectives
-    all have the same.)"""
+    """Yields the collectives of `computation` and of what it calls, in the program's order.
+
+    `fused` is given for a fusion's body: the chains of collectives that fusions beside it held already. The TPU's
+    compiler hides a collective behind others' work in a chain of fusions that each hold a copy of it: the first starts
+    it, the next carry it on and compute, the last waits for it. (Channels do not tell them apart: a `shard_map`'s
+    collectives all have the same.)
+    """
     inside: set[str] = set()
-    for one in computation.instructions.values():
-        if one.opcode in _OPS:
-            if fused is None or one.chain not in fused:
-                yield from _collective(reader, computation, one, context)
-            if fused is not None and one.chain:
-                fused.add(one.chain)
+    for instruction in computation.instructions.values():
+        if instruction.opcode in _OPS:
+            if fused is None or instruction.chain not in fused:
+                yield from _collective(placed, computation, instruction, context)
+            if fused is not None and instruction.chain:
+                fused.add(instruction.chain)
             continue
-        if one.opcode in ("async-update", "async-done"):
+        if instruction.opcode in ("async-update", "async-done"):
             continue  # they name the computation of their start once more
         inner = context
-        if one.opcode == "while":
-            turns = num_turns(reader.module, computation, one)
+        if instruction.opcode == "while":
+            trips = num_trips(placed.module, computation, instruction)
             inner = dataclasses.replace(
-                context, trips=context.trips * (turns or 1), known=context.known and turns is not None
+                context, trips=context.trips * (trips or 1), known=context.known and trips is not None
             )
-        for number, called in enumerate(one.called):
-            if called in reader.module.computations:
-                where = context.into(one, number) if one.opcode == "conditional" else inner
+        for number, called in enumerate(instruction.called):
+            if called in placed.module.computations:
+                where = context.into(instruction, number) if instruction.opcode == "conditional" else inner
                 yield from _walk(
-                    reader, reader.module.computations[called], where, inside if one.opcode == "fusion" else None
+                    placed,
+                    placed.module.computations[called],
+                    where,
+                    inside if instruction.opcode == "fusion" else None,
                 )
 
 
 def _collective(
-    reader: _Reader, computation: Computation, one: Instruction, context: _Context
+    placed: _PlacedModule, computation: Computation, instruction: Instruction, context: _Context
 ) -> Iterator[CompiledCollective]:
-    op, num_devices = _OPS[one.opcode], max(reader.mesh.num_devices, 1)
+    """Yields what an instruction sends: a value for each collective that was combined into it; nothing within one
+    device."""
+    op, num_devices = _OPS[instruction.opcode], max(placed.mesh.num_devices, 1)
     if op == "collective_permute":
-        size, axes = 2, permuted_axes(one.pairs, reader.mesh)
-        groups, kept = one.pairs, one.pairs if axes is None else ()
-        sends = [source for source, target in one.pairs if source != target]
+        size, axes = 2, permuted_axes(instruction.pairs, placed.mesh)
+        groups, kept = instruction.pairs, instruction.pairs if axes is None else ()
+        sends = [source for source, target in instruction.pairs if source != target]
         # What a scheme of sparse synchronisation sends counts by the worker that sends most; hand-overs of partial sums
         # by the mean.
-        sending = len(sends) / num_devices if _HANDED in one.op_name else min(len(sends), 1)
+        sending = len(sends) / num_devices if _HANDED in instruction.op_name else min(len(sends), 1)
         send = lambda local: sending * local
     else:
-        groups = expand(one.groups, reader.mesh.num_devices)
-        size, axes = max(map(len, groups)), axes_of(groups, reader.mesh)
+        groups = expand(instruction.groups, placed.mesh.num_devices)
+        size, axes = max(map(len, groups)), axes_of(groups, placed.mesh)
         uneven = len(set(map(len, groups))) > 1
         kept = groups if axes is None or uneven else ()
         if axes is None and uneven:
-            axes = varying_axes(groups, reader.mesh)
+            axes = varying_axes(groups, placed.mesh)
         sending = size - 1
         send = lambda local: (
             sum(len(group) * _sent(op, len(group), local) for group in groups) / num_devices
@@ -260,11 +261,11 @@ def _collective(
         )
     if not sending:
         return
-    members = _members(computation, one, op)
+    members = _members(computation, instruction, op)
     for position, (shape, member) in enumerate(members):
         dtype = _DTYPES.get(shape.element_type, ("unknown", 8))[0]
-        op_name, frame, direct = _cause(reader.module, computation, one, position, len(members))
-        frames = user_lines(reader.module.frames, frame) or direct
+        op_name, frame, direct = _cause(placed.module, computation, instruction, position, len(members))
+        frames = user_lines(placed.module.frames, frame) or direct
         yield CompiledCollective(
             op=op,
             axis=OTHER if axes is None else "+".join(axes),
@@ -278,7 +279,7 @@ def _collective(
             op_name=op_name,
             source=frames[0] if frames else "",
             frames=frames,
-            name=one.name,
+            name=instruction.name,
             num_combined=len(members),
             member=position,
             groups=kept,
@@ -287,10 +288,10 @@ def _collective(
         )
 
 
-def _members(computation: Computation, one: Instruction, op: str) -> list[tuple[Shape, tuple[int, ...]]]:
-    """The arrays that a device puts in: one per collective that was combined. An all-to-all may be written with an
-    operand per receiver, which is one exchange."""
-    operands = [computation.instructions[n].shape for n in one.operands if n in computation.instructions]
+def _members(computation: Computation, instruction: Instruction, op: str) -> list[tuple[Shape, tuple[int, ...]]]:
+    """Lists (shape, dims) of the arrays that a device puts in: an array per collective that was combined. An all-to-all
+    may be written with an operand per receiver, which is a single exchange."""
+    operands = [computation.instructions[n].shape for n in instruction.operands if n in computation.instructions]
     shapes = [flat for shape in operands for flat in _flat(shape)]
     if op == "ragged_all_to_all":
         return [(shape, shape.dims) for shape in shapes[:1]]  # the other operands are where the pieces go
@@ -302,6 +303,7 @@ def _members(computation: Computation, one: Instruction, op: str) -> list[tuple[
 
 
 def _flat(shape: Shape) -> Iterator[Shape]:
+    """Yields the arrays in a shape, tuples taken apart."""
     if shape.members:
         for member in shape.members:
             yield from _flat(member)
@@ -310,6 +312,7 @@ def _flat(shape: Shape) -> Iterator[Shape]:
 
 
 def _sent(op: str, size: int, local_bytes: int) -> int:
+    """Returns the bytes that a device sends by the ring formulas where `size` devices put in `local_bytes` each."""
     if op == "all_reduce":
         return all_reduce_bytes(size, local_bytes)
     if op == "all_gather":
@@ -322,28 +325,40 @@ def _sent(op: str, size: int, local_bytes: int) -> int:
 
 
 def _cause(
-    module: Module, computation: Computation, one: Instruction, position: int, count: int
+    module: Module, computation: Computation, collective: Instruction, position: int, count: int
 ) -> tuple[str, int, tuple[str, ...]]:
-    """The name, stack frame and direct source of the operation that a collective (or a member of a combined one)
-    belongs to.
+    """Returns the name, stack frame and direct source of the operation that a collective belongs to, or member
+    `position` of a combined one of `count`.
 
     A combined collective carries the metadata of one of its members. What each of them was is kept by the instruction
-    that takes its result out of the tuple, and by the one that computes its operand."""
+    that takes its result out of the tuple, and by the instruction that computes its operand.
+    """
     candidates: list[Instruction] = []
     if count > 1:
         candidates += [
             user
             for user in computation.instructions.values()
-            if user.opcode == "get-tuple-element" and one.id in user.operands and user.tuple_index == position
+            if user.opcode == "get-tuple-element" and collective.id in user.operands and user.tuple_index == position
         ]
-        candidates += _producers(computation.instructions, one.operands[position : position + 1])
-    candidates.append(one)
+        candidates += _producers(computation.instructions, collective.operands[position : position + 1])
+    candidates.append(collective)
     if count == 1:
-        candidates += _producers(computation.instructions, one.operands[:1])
-    named = [found for found in candidates if found.op_name or found.stack_frame or found.source[0]]
+        candidates += _producers(computation.instructions, collective.operands[:1])
+    named = [
+        instruction
+        for instruction in candidates
+        if instruction.op_name or instruction.stack_frame or instruction.source[0]
+    ]
     if not named:
         return "", 0, ()
-    best = next((found for found in named if found.op_name and (found.stack_frame or found.source[0])), named[0])
+    best = next(
+        (
+            instruction
+            for instruction in named
+            if instruction.op_name and (instruction.stack_frame or instruction.source[0])
+        ),
+        named[0],
+    )
     direct = best.source
     return (
         best.op_name,
@@ -353,25 +368,29 @@ def _cause(
 
 
 def _producers(instructions: Mapping[int, Instruction], operands: tuple[int, ...]) -> list[Instruction]:
-    """The instructions behind an operand, nearest first, through those that only hand a value on."""
-    found: list[Instruction] = []
+    """Lists the instructions behind an operand, nearest first, through those that only hand a value on."""
+    producers: list[Instruction] = []
     while operands and operands[0] in instructions:
-        one = instructions[operands[0]]
-        found.append(one)
-        if one.opcode not in _PASSING:
+        producer = instructions[operands[0]]
+        producers.append(producer)
+        if producer.opcode not in _PASSING:
             break
-        operands = one.operands
-    return found
+        operands = producer.operands
+    return producers
 
 
 def user_lines(frames: tuple[Frame, ...], position: int) -> tuple[str, ...]:
-    """The user's lines of a stack, innermost first, as `_compat.source_line` writes them."""
-    found: list[str] = []
+    """Returns the user's lines of a stack, innermost first, as `_compat.source_line` writes them: `file:line
+    (function)`.
+
+    `position` is the place of the innermost line among the module's `frames`, counted from 1; 0 gives no lines.
+    """
+    lines: list[str] = []
     seen: set[int] = set()
     while 0 < position <= len(frames) and position not in seen:  # jax 0.12 has frames that are their own callers
         seen.add(position)
         frame = frames[position - 1]
         if frame.file and not _compat.is_machinery(frame.file):
-            found.append(f"{frame.file}:{frame.line} ({frame.function.rsplit('.', 1)[-1]})")
+            lines.append(f"{frame.file}:{frame.line} ({frame.function.rsplit('.', 1)[-1]})")
         position = frame.parent if frame.parent != position else 0
-    return tuple(found)
+    return tuple(lines)

@@ -1,5 +1,8 @@
-"""How often a loop runs whose number of turns XLA does not write down (a TPU's compiler): read off a counter that its
-condition compares with a constant, as JAX's `scan` and `fori_loop` have it."""
+"""Counts how often a loop runs whose number of trips XLA does not write down, as a TPU's compiler does not.
+
+A `while` instruction and the computations around and inside it go in; the number comes out. It is read off a counter
+that the loop's condition compares with a constant, which is how JAX's `scan` and `fori_loop` are compiled.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,17 @@ from splitjax.report.wire import Computation, Instruction, Module
 _HANDS_ON = frozenset({"copy", "bitcast", "convert", "reshape"})
 
 
-def num_turns(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """The turns of a `while` instruction of the computation `around`; None where its condition is another one."""
+def num_trips(module: Module, around: Computation, loop: Instruction) -> int | None:
+    """Returns how often a `while` instruction runs.
+
+    **Arguments:**
+
+    - `module`: the module that holds the loop's condition and body.
+    - `around`: the computation in which the loop stands; it gives the counter's first value.
+    - `loop`: the `while` instruction.
+
+    None where the condition is not of that form, such as that of a `while_loop` that runs until something converges.
+    """
     if loop.trip_count is not None:
         return loop.trip_count
     for number in loop.called:
@@ -37,7 +49,7 @@ def num_turns(module: Module, around: Computation, loop: Instruction) -> int | N
 
 
 def _counts(body: Computation, index: int) -> bool:
-    """Whether a loop's body adds one to a value that it carries."""
+    """Tells whether a loop's body adds 1 to member `index` of the tuple that it carries."""
     values = _behind(body, body.root)
     if values is None or values.opcode != "tuple" or index >= len(values.operands):
         return False
@@ -45,13 +57,14 @@ def _counts(body: Computation, index: int) -> bool:
     if new is None or new.opcode != "add":
         return False
     parts = [_behind(body, operand) for operand in new.operands]
-    return any(one is not None and one.literal == 1 for one in parts) and any(
-        one is not None and one.tuple_index == index for one in parts
+    return any(part is not None and part.literal == 1 for part in parts) and any(
+        part is not None and part.tuple_index == index for part in parts
     )
 
 
 def _start(around: Computation, loop: Instruction, index: int) -> int | None:
-    """The number with which a loop's counter begins."""
+    """Returns the number with which a loop's counter, member `index` of its tuple, begins; None where it is no
+    constant."""
     values = _behind(around, loop.operands[0]) if loop.operands else None
     if values is None or values.opcode != "tuple" or index >= len(values.operands):
         return None
@@ -60,8 +73,8 @@ def _start(around: Computation, loop: Instruction, index: int) -> int | None:
 
 
 def _behind(computation: Computation, number: int) -> Instruction | None:
-    """The instruction that makes a value, behind those that hand it on."""
-    one = computation.instructions.get(number)
-    while one is not None and one.opcode in _HANDS_ON and one.operands:
-        one = computation.instructions.get(one.operands[0])
-    return one
+    """Returns the instruction that makes the value `number`, behind those that only hand it on."""
+    instruction = computation.instructions.get(number)
+    while instruction is not None and instruction.opcode in _HANDS_ON and instruction.operands:
+        instruction = computation.instructions.get(instruction.operands[0])
+    return instruction

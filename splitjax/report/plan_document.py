@@ -1,4 +1,4 @@
-"""The document of a plan: a table of parameters with a bar per layer, and titled lines below it."""
+"""Makes the document of a plan: a table of parameters with a bar per layer, and titled lines below it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def plan_document(plan: Plan) -> Document:
 
 
 def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
-    """The table of parameters; where equal layers are folded, with a column that says how many a row stands for."""
+    """Makes the table of parameters; where equal layers are folded, with a column that says how many a row stands
+    for."""
     is_folded = any(row.repeat > 1 for group in groups for row in group)
     rows: list[tuple[Cell, ...]] = []
     firsts = []

@@ -1,10 +1,11 @@
-"""Planned and compiled collectives, paired: which planned one a compiled one realises, and what the plan has that XLA
+"""Pairs planned and compiled collectives: which planned one each compiled one realises, and what the plan has that XLA
 left out.
 
-Gradients, gathers of weights and new state are paired by the leaf that they are of, however XLA realises them (an
-all-reduce where a reduce-scatter was planned). Activations are paired by layer and phase of the step; where XLA names
-the operation of a neighbouring layer, by size. Each planned collective is realised at most once, by one compiled
-collective or by several that add up to it: each then stands beside its part of the planned bytes.
+The evidence of a step's compiled collectives and the step's plan go in. Gradients, gathers of weights and new state are
+paired by the leaf that they are of, however XLA realises them (an all-reduce where a reduce-scatter was planned).
+Activations are paired by layer and phase of the step; where XLA names the operation of a neighbouring layer, by size.
+Each planned collective is realised at most once, by one compiled collective or by several that add up to it: each then
+stands beside its part of the planned bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ _CARRIERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Purpose:
-    """What a planned collective is for, in the terms of `report.evidence`."""
+    """Says what a planned collective is for, in the terms of `report.evidence`.
+
+    **Attributes:**
+
+    - `about`, `phase`: as in `Evidence`.
+    - `leaf`: the path of the leaf that it is of; empty for activations.
+    """
 
     about: str
     phase: str
@@ -68,7 +75,7 @@ class Purpose:
 
 
 def purpose(planned: Collective) -> Purpose:
-    """Reads the reason that `cost.collectives` gave."""
+    """Reads the purpose of `planned` from the reason that `cost.collectives` gave."""
     if match := _HANDED.fullmatch(planned.why):
         return Purpose(HANDED, BACKWARD, match.group(1))
     if match := _GROUPS.fullmatch(planned.why):
@@ -84,43 +91,53 @@ def purpose(planned: Collective) -> Purpose:
     return Purpose(VALUE, BACKWARD if planned.why.startswith("backward") else FORWARD, "")
 
 
-def pair(found: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None, ...], tuple[Collective, ...]]:
-    """Per compiled collective the planned one that it realises, or None; and the planned ones that none realises.
+def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None, ...], tuple[Collective, ...]]:
+    """Pairs the compiled collectives of a step with the plan's.
 
-    Branches of which a step takes one are whole programs by turns: each is compared with the plan by itself, and what
-    realises a planned collective in some of them shares its bytes, which are a mean over the turns."""
+    **Arguments:**
+
+    - `evidence`: what is known of each compiled collective.
+    - `step`: the step, with its plan.
+
+    Returns, for each compiled collective, the planned one that it realises, or None; and the planned ones that none
+    realises.
+
+    Branches of which a step takes only one are whole programs each: each is compared with the plan by itself, and what
+    realises a planned collective in some of them shares its bytes, which are a mean over the steps of a cycle.
+    """
     left = dict(enumerate(step.plan.collectives))
     branches: dict[str, list[int]] = collections.defaultdict(list)
-    for position, one in enumerate(found):
-        branches["" if one.about in (SUMMED, HANDED) else one.collective.branch].append(position)
+    for position, compiled in enumerate(evidence):
+        branches["" if compiled.about in (SUMMED, HANDED) else compiled.collective.branch].append(position)
     last = branches.pop("", [])
     realised: dict[int, list[int]] = collections.defaultdict(list)
     for positions in branches.values():
         for k, (number, _) in _pair(
-            [_unshared(found[position], step.plan.partial) for position in positions], left, step
+            [_unshared(evidence[position], step.plan.partial) for position in positions], left, step
         ).items():
             realised[number].append(positions[k])
     paired: dict[int, Collective] = {}
     for number, positions in realised.items():
-        paired |= _dealt(left.pop(number), positions, found)
-    for k, (number, planned) in _pair([found[position] for position in last], left, step).items():
+        paired |= _dealt(left.pop(number), positions, evidence)
+    for k, (number, planned) in _pair([evidence[position] for position in last], left, step).items():
         paired[last[k]] = planned
         left.pop(number, None)
-    return tuple(paired.get(position) for position in range(len(found))), tuple(left.values())
+    return tuple(paired.get(position) for position in range(len(evidence))), tuple(left.values())
 
 
-def _unshared(one: Evidence, partial: PartialPlan | None) -> Evidence:
-    """As in a step that takes its branch, whose examples are those of a mean worker."""
-    collective, times = one.collective, 1.0
-    if partial is not None and partial.examples and one.about == VALUE:
+def _unshared(compiled: Evidence, partial: PartialPlan | None) -> Evidence:
+    """Returns what is known of a collective as if every step took its branch, and with the examples of a mean
+    worker."""
+    collective, times = compiled.collective, 1.0
+    if partial is not None and partial.examples and compiled.about == VALUE:
         times = sum(partial.examples) / len(partial.examples) / _examples(collective.branch, partial)
     bytes_alone = round(collective.bytes / (collective.share or 1.0) * times)
-    return dataclasses.replace(one, collective=dataclasses.replace(collective, bytes=bytes_alone, share=1.0))
+    return dataclasses.replace(compiled, collective=dataclasses.replace(collective, bytes=bytes_alone, share=1.0))
 
 
 def _examples(branch: str, partial: PartialPlan) -> int:
-    """How many a worker has that takes a branch, or runs a program of its own (in the first turn worker i is in slot
-    i)."""
+    """Returns the number of examples of a worker that takes a branch, or runs a program of its own (in the first step
+    worker i is in slot i)."""
     number = int(re.split("[ :]", branch)[-1])
     if branch.startswith("worker "):
         return partial.examples[number]
@@ -128,10 +145,10 @@ def _examples(branch: str, partial: PartialPlan) -> int:
     return sorted(set(zip(partial.first, partial.examples, strict=True)), reverse=True)[number][1]
 
 
-def _dealt(planned: Collective, positions: Sequence[int], found: Sequence[Evidence]) -> dict[int, Collective]:
-    """A planned collective among those that realise it together: each beside its own bytes, and the largest beside what
-    the others leave of the plan's."""
-    sizes = {position: found[position].collective.bytes for position in positions}
+def _dealt(planned: Collective, positions: Sequence[int], evidence: Sequence[Evidence]) -> dict[int, Collective]:
+    """Deals a planned collective out to those that realise it together, by position: each is beside its own bytes, and
+    the largest beside what the others leave of the plan's."""
+    sizes = {position: evidence[position].collective.bytes for position in positions}
     largest = max(positions, key=sizes.__getitem__)
     rest = planned.bytes - sum(size for position, size in sizes.items() if position != largest)
     return {
@@ -141,93 +158,110 @@ def _dealt(planned: Collective, positions: Sequence[int], found: Sequence[Eviden
 
 
 def _pair(
-    found: Sequence[Evidence], planned_ones: Mapping[int, Collective], step: Step
+    evidence: Sequence[Evidence], collectives: Mapping[int, Collective], step: Step
 ) -> dict[int, tuple[int, Collective]]:
-    """By position of a compiled collective the number of the planned one that it realises, and that with its share of
-    the bytes."""
-    left = dict(planned_ones)
-    purposes = {number: purpose(one) for number, one in left.items()}
+    """Maps the position of a compiled collective to the number of the planned one that it realises, and to that one
+    with its share of the bytes. `collectives` are the planned ones by number."""
+    left = dict(collectives)
+    purposes = {number: purpose(planned) for number, planned in left.items()}
     paired: dict[int, tuple[int, Collective]] = {}
 
     def match(
         fits: Callable[[Evidence, Collective, Purpose], bool], cost: Callable[[Evidence, Collective], object]
     ) -> None:
-        for position, one in enumerate(found):
+        """Pairs what is left, in order: each compiled collective with the cheapest planned one that fits."""
+        for position, compiled in enumerate(evidence):
             if position in paired:
                 continue
-            fitting = [number for number, planned in left.items() if fits(one, planned, purposes[number])]
+            fitting = [number for number, planned in left.items() if fits(compiled, planned, purposes[number])]
             if fitting:
-                best = min(fitting, key=lambda number: (cost(one, left[number]), number))
+                best = min(fitting, key=lambda number: (cost(compiled, left[number]), number))
                 paired[position] = best, left.pop(best)
 
-    def same(one: Evidence, planned: Collective) -> bool:
-        return (one.collective.op, one.collective.axis) == (planned.op, planned.axis)
+    def same(compiled: Evidence, planned: Collective) -> bool:
+        return (compiled.collective.op, compiled.collective.axis) == (planned.op, planned.axis)
 
-    def same_size(one: Evidence, planned: Collective) -> bool:
-        """Whether both carry the same array, by whatever operation."""
-        mine = _carried(one.collective.op, one.collective.bytes, one.collective.group_size)
+    def same_size(compiled: Evidence, planned: Collective) -> bool:
+        """Tells whether both carry the same array, by whatever operation."""
+        mine = _carried(compiled.collective.op, compiled.collective.bytes, compiled.collective.group_size)
         theirs = _carried(planned.op, planned.bytes, _size(step.plan.mesh, planned.axis))
-        return mine > 0 and any(math.isclose(mine * wider, theirs, rel_tol=0.01) for wider in _widths(one))
+        return mine > 0 and any(math.isclose(mine * wider, theirs, rel_tol=0.01) for wider in _widths(compiled))
 
-    def distance(one: Evidence, planned: Collective) -> int:
-        return abs(step.order.get(one.layer, 0) - step.order.get(planned.layer, 0))
+    def distance(compiled: Evidence, planned: Collective) -> int:
+        return abs(step.order.get(compiled.layer, 0) - step.order.get(planned.layer, 0))
 
     for number, planned in list(left.items()):
         wanted = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}.get(purposes[number].about)
         messages = [
             k
-            for k, one in enumerate(found)
-            if wanted is not None and (one.about, one.leaf) == (wanted, purposes[number].leaf)
+            for k, compiled in enumerate(evidence)
+            if wanted is not None and (compiled.about, compiled.leaf) == (wanted, purposes[number].leaf)
         ]
         if messages:
             del left[number]
-            for k, one in _dealt(planned, messages, found).items():
-                paired[k] = number, dataclasses.replace(one, op=found[k].collective.op) if wanted == ROWS else one
+            for k, part in _dealt(planned, messages, evidence).items():
+                paired[k] = number, dataclasses.replace(part, op=evidence[k].collective.op) if wanted == ROWS else part
 
-    by_leaf = lambda one, planned, why: one.leaf != "" and (one.about, one.leaf) == (why.about, why.leaf)
+    by_leaf = lambda compiled, planned, why: (
+        compiled.leaf != "" and (compiled.about, compiled.leaf) == (why.about, why.leaf)
+    )
     match(
-        lambda one, planned, why: (
-            by_leaf(one, planned, why) and same(one, planned) and why.phase in (one.phase, BACKWARD, UPDATE)
+        lambda compiled, planned, why: (
+            by_leaf(compiled, planned, why)
+            and same(compiled, planned)
+            and why.phase in (compiled.phase, BACKWARD, UPDATE)
         ),
         _nothing,
     )
     match(
-        lambda one, planned, why: by_leaf(one, planned, why) and (why.about != WEIGHT or one.phase == why.phase),
+        lambda compiled, planned, why: (
+            by_leaf(compiled, planned, why) and (why.about != WEIGHT or compiled.phase == why.phase)
+        ),
         _nothing,
     )
     match(by_leaf, _nothing)
 
-    def activation(one: Evidence, why: Purpose) -> bool:
-        sums = one.collective.op in ("all_reduce", "reduce_scatter")
-        carries = bool(one.collective.shape) and (not sums or primitive(one.op_name) in _CARRIERS)
-        return one.about in (VALUE, WEIGHT) and why.about == VALUE and one.phase == why.phase and carries
+    def activation(compiled: Evidence, why: Purpose) -> bool:
+        sums = compiled.collective.op in ("all_reduce", "reduce_scatter")
+        carries = bool(compiled.collective.shape) and (not sums or primitive(compiled.op_name) in _CARRIERS)
+        return compiled.about in (VALUE, WEIGHT) and why.about == VALUE and compiled.phase == why.phase and carries
 
-    def alike(one: Evidence, planned: Collective) -> bool:
-        return same(one, planned) and any(one.collective.bytes * wider == planned.bytes for wider in _widths(one))
+    def alike(compiled: Evidence, planned: Collective) -> bool:
+        return same(compiled, planned) and any(
+            compiled.collective.bytes * wider == planned.bytes for wider in _widths(compiled)
+        )
 
     match(
-        lambda one, planned, why: activation(one, why) and alike(one, planned) and one.layer == planned.layer, _nothing
+        lambda compiled, planned, why: (
+            activation(compiled, why) and alike(compiled, planned) and compiled.layer == planned.layer
+        ),
+        _nothing,
     )
     for number, planned in list(left.items()):
-        parts = _parts(found, paired, planned, purposes[number])
+        parts = _parts(evidence, paired, planned, purposes[number])
         if parts:
             del left[number]
             paired |= {
-                position: (number, dataclasses.replace(planned, bytes=found[position].collective.bytes))
+                position: (number, dataclasses.replace(planned, bytes=evidence[position].collective.bytes))
                 for position in parts
             }
     match(
-        lambda one, planned, why: activation(one, why) and same_size(one, planned) and one.layer == planned.layer,
+        lambda compiled, planned, why: (
+            activation(compiled, why) and same_size(compiled, planned) and compiled.layer == planned.layer
+        ),
         _nothing,
     )
-    match(lambda one, planned, why: activation(one, why) and alike(one, planned) and bool(one.layer), distance)
     match(
-        lambda one, planned, why: (
-            activation(one, why)
-            and same_size(one, planned)
-            and one.collective.axis == planned.axis
-            and bool(one.layer)
-            and distance(one, planned) <= 2
+        lambda compiled, planned, why: activation(compiled, why) and alike(compiled, planned) and bool(compiled.layer),
+        distance,
+    )
+    match(
+        lambda compiled, planned, why: (
+            activation(compiled, why)
+            and same_size(compiled, planned)
+            and compiled.collective.axis == planned.axis
+            and bool(compiled.layer)
+            and distance(compiled, planned) <= 2
         ),
         distance,
     )
@@ -235,63 +269,76 @@ def _pair(
 
 
 def _parts(
-    found: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose
+    evidence: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose
 ) -> tuple[int, ...]:
-    """The positions of explicit collectives that together are a planned one: turns in a loop, say, and the last beside
-    it. Their bytes add up to the byte, or there are none. Outside a derivative both passes read `update`, and come in
-    the program's order."""
+    """Returns the positions of explicit collectives that together are a planned one: those in a loop, say, and the last
+    beside it. Their bytes add up to the byte, or there are none. Outside a derivative both passes read `update`, and
+    come in the program's order."""
     parts: list[int] = []
     missing_bytes = planned.bytes
-    for position, one in enumerate(found):
+    for position, compiled in enumerate(evidence):
         fits = (
             position not in paired
-            and one.known_by == "scope"
-            and one.layer == planned.layer
-            and one.phase in (why.phase, UPDATE)
+            and compiled.known_by == "scope"
+            and compiled.layer == planned.layer
+            and compiled.phase in (why.phase, UPDATE)
         )
-        if fits and why.about == VALUE and (one.collective.op, one.collective.axis) == (planned.op, planned.axis):
-            if one.collective.bytes <= missing_bytes:
+        if (
+            fits
+            and why.about == VALUE
+            and (compiled.collective.op, compiled.collective.axis) == (planned.op, planned.axis)
+        ):
+            if compiled.collective.bytes <= missing_bytes:
                 parts.append(position)
-                missing_bytes -= one.collective.bytes
+                missing_bytes -= compiled.collective.bytes
             if not missing_bytes:
                 return tuple(parts)
     return ()
 
 
 def difference(compiled: Evidence, planned: Collective) -> str:
-    """How a realised collective differs from its plan, in words; empty where it does not."""
-    one = compiled.collective
+    """Returns how a realised collective differs from its plan, in words; empty where it does not.
+
+    **Arguments:**
+
+    - `compiled`: what is known of the compiled collective.
+    - `planned`: the planned collective that it realises.
+    """
+    collective = compiled.collective
     parts = []
-    if one.op != planned.op:
-        parts.append(f"{one.op} for {planned.op}")
+    if collective.op != planned.op:
+        parts.append(f"{collective.op} for {planned.op}")
     # A shift along several axes together moves some places along a few of them only: half the places of 2 x 2, along
     # the first.
-    is_shift = one.op == "collective_permute" and set(one.axis.split("+")) <= set(planned.axis.split("+"))
-    if one.axis != planned.axis and not is_shift:
-        parts.append(f"over {one.axis} for {planned.axis}")
-    # Means over turns and over workers are rounded, each by itself.
-    rounding = 2 / one.share if one.share and (one.share < 1 or compiled.about in (SUMMED, HANDED)) else 0
-    if not parts and abs(one.bytes - planned.bytes) > rounding:
-        parts.append("fewer bytes" if one.bytes < planned.bytes else "more bytes")
+    is_shift = collective.op == "collective_permute" and set(collective.axis.split("+")) <= set(planned.axis.split("+"))
+    if collective.axis != planned.axis and not is_shift:
+        parts.append(f"over {collective.axis} for {planned.axis}")
+    # Means over steps and over workers are rounded, each by itself.
+    rounding = (
+        2 / collective.share if collective.share and (collective.share < 1 or compiled.about in (SUMMED, HANDED)) else 0
+    )
+    if not parts and abs(collective.bytes - planned.bytes) > rounding:
+        parts.append("fewer bytes" if collective.bytes < planned.bytes else "more bytes")
     return ", ".join(parts)
 
 
-def _widths(one: Evidence) -> tuple[int, ...]:
-    """By how much the step's own values may be wider than what is sent: a TPU's compiler sends float32 as bfloat16
-    where a product rounds it anyway."""
-    return (1, 2) if one.collective.dtype in ("bfloat16", "float16") else (1,)
+def _widths(compiled: Evidence) -> tuple[int, ...]:
+    """Returns the factors by which the step's own values may be wider than what is sent: a TPU's compiler sends float32
+    as bfloat16 where a product rounds it anyway."""
+    return (1, 2) if compiled.collective.dtype in ("bfloat16", "float16") else (1,)
 
 
-def _nothing(one: Evidence, planned: Collective) -> int:
+def _nothing(compiled: Evidence, planned: Collective) -> int:
+    """Costs the same for every pair: the first planned collective wins."""
     return 0
 
 
-def _size(mesh: MeshShape, axes: str) -> int:
-    return mesh.size(tuple(axes.split("+")))
+def _size(mesh: MeshShape, axis: str) -> int:
+    return mesh.size(tuple(axis.split("+")))
 
 
 def _carried(op: str, sent_bytes: int, size: int) -> float:
-    """Bytes of the array behind what a device sends by the ring formulas."""
+    """Returns the bytes of the array behind what a device sends by the ring formulas."""
     if size < 2:
         return 0.0
     share = (size - 1) / size

@@ -1,4 +1,5 @@
-"""The document of a report: memory, sums by operation and by layer, then every collective, planned beside compiled."""
+"""Makes the document of a report: memory, sums by operation and by layer, then every collective, planned beside
+compiled."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def report_document(report: Report) -> Document:
 
 
 def _collectives(rows: Sequence[CollectiveRow], titles: Sequence[str]) -> Table:
-    """A table of collectives with the named columns; those that say nothing of any row are left out."""
+    """Makes a table of collectives with the named columns; those that say nothing of any row are left out."""
     texts = [_cells(row) for row in rows]
     kept = [title for title in titles if any(text[title] for text in texts)]
     return Table(
@@ -61,7 +62,7 @@ def _collectives(rows: Sequence[CollectiveRow], titles: Sequence[str]) -> Table:
 
 
 def _cells(row: CollectiveRow) -> dict[str, str]:
-    """A row's texts by column."""
+    """Returns a row's texts by column."""
     times = f"{row.count} x " if row.count > 1 else ""
     return {
         "layer": row.layer,

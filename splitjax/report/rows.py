@@ -1,5 +1,8 @@
-"""What a rendered report shows, independent of how: lines of memory, sums, and rows of collectives with equal blocks
-folded."""
+"""Makes the texts and rows of a report's document: lines of memory, sums, and rows of collectives.
+
+A `Report` goes in; rows come out that say nothing of how they are laid out. Equal blocks of a network give equal rows,
+which are folded.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,30 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """One collective, or `count` that differ only in a number of their names, such as those of equal blocks; bytes are
-    of all."""
+    """Describes a collective, or `count` that differ only in a number of their names, such as those of equal blocks.
+
+    **Attributes:**
+
+    - `layer`, `op`, `axis`, `rule`: as in `ReportedCollective`.
+    - `predicted_bytes`, `compiled_bytes`: what each device sends per step for all of them, by the plan and as compiled.
+    - `why`: the cause, and how it differs from the plan.
+    - `source`: `file:line`.
+    - `count`: how many collectives the row stands for.
+    """
 
     layer: str
     op: str
     axis: str
     predicted_bytes: int
     compiled_bytes: int
-    why: str  # cause, and how it differs from the plan
+    why: str
     rule: str
     source: str
     count: int = 1
 
 
 def headline(report: Report) -> str:
+    """Returns what `report` is of: the step, its devices and rules, and what it was compiled for."""
     return (
         f"{report.step} on {report.mesh} ({report.mesh.num_devices} devices), rules {report.rules}, compiled for"
         f" {report.platform}"
@@ -41,7 +53,7 @@ def headline(report: Report) -> str:
 
 
 def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
-    """(what the plan predicts, its size, what XLA compiled, its size)."""
+    """Returns the memory per device in `report`: (what the plan predicts, its size, what XLA compiled, its size)."""
     predicted, compiled = report.memory.predicted, report.memory.compiled
     if compiled is None:
         mine = (
@@ -62,14 +74,15 @@ def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def total_rows(report: Report) -> tuple[tuple[str, ...], ...]:
-    """(op over axis, predicted number and bytes, compiled number and bytes), the largest first, then the sum."""
+    """Returns the sums of `report`: (op over axis, predicted number and bytes, compiled number and bytes), the largest
+    first, then the sum of all."""
     rows = [(f"{op} over {axis}", *_sums(total)) for (op, axis), total in report.by_op.items()]
     return (*rows, ("all", *_sums(report.total))) if rows else ()
 
 
 def layer_rows(report: Report) -> tuple[tuple[str, ...], ...]:
-    """(layer, predicted number and bytes, compiled number and bytes), the largest first; equal blocks folded, with the
-    figures of one of them."""
+    """Returns the sums of `report` by layer: (layer, predicted number and bytes, compiled number and bytes), the
+    largest first. Equal blocks are folded, with the figures of each."""
     folded: dict[tuple[str, Total], list[str]] = {}
     for layer, total in report.by_layer.items():
         folded.setdefault((_NUMBER.sub("*", layer), total), []).append(layer)
@@ -86,31 +99,37 @@ def layer_rows(report: Report) -> tuple[tuple[str, ...], ...]:
 
 
 def depth_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
-    """(worker in the first step, the first layer that it differentiates, its share of the backward pass, products in
-    its branch)."""
-    count = lambda one: "" if one.num_products is None else str(one.num_products)
-    return tuple((str(one.slot), one.layer, f"{100 * one.backward:.1f} %", count(one)) for one in report.depths)
+    """Returns the depths in `report`: (worker in the first step, the first layer that it differentiates, its share of
+    the backward pass, products in its branch)."""
+    rows = []
+    for depth in report.depths:
+        products = "" if depth.num_products is None else str(depth.num_products)
+        rows.append((str(depth.slot), depth.layer, f"{100 * depth.backward:.1f} %", products))
+    return tuple(rows)
 
 
 DEPTH_COLUMNS = ("worker", "differentiates from", "planned backward", "compiled products")
 
 
 def planned_rows(report: Report) -> tuple[CollectiveRow, ...]:
-    return _fold(_row(one) for one in report.collectives if one.planned is not None)
+    """Returns the collectives of `report` that realise a planned one, in the order of the program."""
+    return _fold(_row(collective) for collective in report.collectives if collective.planned is not None)
 
 
 def unplanned_rows(report: Report) -> tuple[CollectiveRow, ...]:
-    return _fold(sorted((_row(one) for one in report.unplanned), key=lambda row: -row.compiled_bytes))
+    """Returns the collectives of `report` that the plan does not have, the largest first."""
+    return _fold(sorted((_row(collective) for collective in report.unplanned), key=lambda row: -row.compiled_bytes))
 
 
 def missing_rows(report: Report) -> tuple[CollectiveRow, ...]:
-    return _fold(_missing_row(one) for one in report.missing)
+    """Returns the planned collectives of `report` that XLA did without."""
+    return _fold(_missing_row(collective) for collective in report.missing)
 
 
 def verdict(report: Report) -> str:
-    """One line: how many collectives, and what became of the plan's."""
-    realised = [one for one in report.collectives if one.planned is not None]
-    differing = sum(bool(one.differs) for one in realised)
+    """Returns a line: how many collectives `report` has, and what became of the plan's."""
+    realised = [collective for collective in report.collectives if collective.planned is not None]
+    differing = sum(bool(collective.differs) for collective in realised)
     how = f" ({differing} with another op, axis or size)" if differing else ""
     return (
         f"{len(report.collectives)} collectives a step: {len(realised)} planned{how}, {len(report.unplanned)}"
@@ -119,7 +138,8 @@ def verdict(report: Report) -> str:
 
 
 def short_source(source: str) -> str:
-    """`file:line` without folders and function, which `to_json` has; an `__init__.py` with its folder."""
+    """Returns `source` (`file:line (function)`) as `file:line` without folders and function, which `to_json` has; an
+    `__init__.py` with its folder."""
     path, colon, line = source.partition(" (")[0].rpartition(":")
     folder, name = os.path.split(path)
     return (
@@ -136,34 +156,43 @@ def _sums(total: Total) -> tuple[str, str, str, str]:
     )
 
 
-def _row(one: ReportedCollective) -> CollectiveRow:
-    notes = [one.differs]
-    if not one.compiled.trips_known:
+def _row(collective: ReportedCollective) -> CollectiveRow:
+    notes = [collective.differs]
+    if not collective.compiled.trips_known:
         notes.append("bytes of one turn of a loop of unknown length")
-    if one.compiled.share < 1:
-        notes.append(f"runs {100 * one.compiled.share:.3g} % of the time")
-    elif one.compiled.conditional:
+    if collective.compiled.share < 1:
+        notes.append(f"runs {100 * collective.compiled.share:.3g} % of the time")
+    elif collective.compiled.conditional:
         notes.append("in a branch")
-    why = "; ".join(part for part in (one.cause or "unattributed", *notes) if part)
+    why = "; ".join(part for part in (collective.cause or "unattributed", *notes) if part)
     return CollectiveRow(
-        one.layer,
-        one.op,
-        one.axis,
-        one.predicted_bytes,
-        one.bytes,
-        _within(why, one.layer),
-        _within(one.rule, one.layer),
-        short_source(one.source),
+        collective.layer,
+        collective.op,
+        collective.axis,
+        collective.predicted_bytes,
+        collective.bytes,
+        _within(why, collective.layer),
+        _within(collective.rule, collective.layer),
+        short_source(collective.source),
     )
 
 
-def _missing_row(one: Collective) -> CollectiveRow:
-    return CollectiveRow(one.layer, one.op, one.axis, one.bytes, 0, _within(one.why, one.layer), "", "")
+def _missing_row(collective: Collective) -> CollectiveRow:
+    return CollectiveRow(
+        collective.layer,
+        collective.op,
+        collective.axis,
+        collective.bytes,
+        0,
+        _within(collective.why, collective.layer),
+        "",
+        "",
+    )
 
 
 def _within(text: str, layer: str) -> str:
-    """A text beside a layer's name, which it need not say again: `gradient of kernel`; of another layer what both
-    share."""
+    """Returns a text that stands beside a layer's name, which it need not say again: `gradient of kernel`; of another
+    layer's name it leaves out what both share."""
     if not layer:
         return text
     shared = layer.rpartition("/")[0]
@@ -172,16 +201,17 @@ def _within(text: str, layer: str) -> str:
 
 
 def _fold(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
+    """Joins rows that differ only in a number of their names, where there are several."""
     groups: dict[CollectiveRow, list[CollectiveRow]] = {}
     for row in rows:
         blank = dataclasses.replace(
             row, **{name: _NUMBER.sub("*", getattr(row, name)) for name in ("layer", "why", "rule", "source")}
         )
         groups.setdefault(blank, []).append(row)
-    found: list[CollectiveRow] = []
+    folded: list[CollectiveRow] = []
     for blank, group in groups.items():
         if len(group) < (2 if len(set(group)) == 1 else MIN_FOLD):
-            found += group
+            folded += group
             continue
         # What all of them have in common keeps its numbers: a source line, say.
         shared = {
@@ -189,7 +219,7 @@ def _fold(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
             for name in ("layer", "why", "rule", "source")
             if len({getattr(row, name) for row in group}) == 1
         }
-        found.append(
+        folded.append(
             dataclasses.replace(
                 blank,
                 **shared,
@@ -198,4 +228,4 @@ def _fold(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:
                 compiled_bytes=sum(row.compiled_bytes for row in group),
             )
         )
-    return tuple(found)
+    return tuple(folded)

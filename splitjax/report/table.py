@@ -1,5 +1,7 @@
-"""What a rendered plan shows, independent of how: rows of parameters, repeated blocks folded, and titled summary
-lines."""
+"""Makes the rows and texts of a plan's document: rows of parameters, repeated blocks folded, and titled summary lines.
+
+A `Plan` goes in; rows and lines come out that say nothing of how they are laid out.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,27 @@ from collections.abc import Iterable, Sequence
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import LayerPlan, LeafPlan, Plan, spec_text
 
-# Fewer repetitions than this are shown one by one: folding two layers hides more than it saves.
+# Fewer repetitions than this are shown by themselves: folding two layers hides more than it saves.
 MIN_FOLD = 3
 _NUMBER = re.compile(r"(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One parameter, or the same parameter of `repeat` equal layers; byte counts are of one of them."""
+    """Describes a parameter, or the same parameter of several equal layers.
+
+    **Attributes:**
+
+    - `layer`, `kind`: the layer that uses it, and that layer's kind; empty for a parameter that no layer uses.
+    - `param`: its path, relative to the layer.
+    - `shape`, `spec`, `rule`: as in `splitjax.plan.LeafPlan`, the last two as text.
+    - `device_bytes`: what a device holds of it.
+    - `whole_bytes`: what all of it takes.
+    - `repeat`: how many equal layers the row stands for; byte counts are of each of them.
+    """
 
     layer: str
-    param: str  # relative to the layer
+    param: str
     kind: str
     shape: tuple[int, ...]
     spec: str
@@ -31,8 +43,8 @@ class Row:
 
 
 def table(plan: Plan) -> tuple[tuple[Row, ...], ...]:
-    """Rows grouped by layer, in program order; runs of equal blocks folded into one (`blocks_[0-31]/mlp`); parameters
-    that no layer uses come last."""
+    """Returns the parameters of `plan`, grouped by layer, in program order. Runs of equal blocks are folded into one
+    (`blocks_[0-31]/mlp`); parameters that no layer uses come last."""
     leaves = {leaf.path: leaf for leaf in plan.leaves}
     groups: list[tuple[Row, ...]] = []
     seen: set[str] = set()
@@ -64,19 +76,19 @@ def _row(plan: Plan, layer: LayerPlan | None, leaf: LeafPlan) -> Row:
 
 
 def _rule_text(rule: str, layer: str) -> str:
-    """The rule without what the row says already: the path of a parameter of the same layer, the path that both layers
-    share. So the blocks of a network read alike, and fold."""
+    """Returns the rule without what the row says already: the path of a parameter of the same layer, the path that both
+    layers share. So the blocks of a network read alike, and fold."""
     head, sep, path = rule.partition(" (with ")
     if sep and path.startswith(f"{layer}/"):
         return head
     head, sep, path = rule.partition("ties with ")
     if not sep:
         return rule
-    mine, other = layer.split("/"), path.rstrip(")").split("/")
+    mine, theirs = layer.split("/"), path.rstrip(")").split("/")
     shared = 0
-    while shared < min(len(mine), len(other) - 1) and mine[shared] == other[shared]:
+    while shared < min(len(mine), len(theirs) - 1) and mine[shared] == theirs[shared]:
         shared += 1
-    return f"{head}{sep}{'/'.join(other[shared:])}{')' if path.endswith(')') else ''}"
+    return f"{head}{sep}{'/'.join(theirs[shared:])}{')' if path.endswith(')') else ''}"
 
 
 def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:
@@ -91,18 +103,18 @@ def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:
     ]
     i = 0
     while i < len(groups):
-        length, times, slot = 1, 1, 0
+        length, times, varying = 1, 1, 0
         for period in range(1, (len(groups) - i) // MIN_FOLD + 1):
-            found, place = _repetitions(names, bodies, i, period)
-            if found >= MIN_FOLD and found * period > length * times:
-                length, times, slot = period, found, place
+            num_repeats, candidate = _repetitions(names, bodies, i, period)
+            if num_repeats >= MIN_FOLD and num_repeats * period > length * times:
+                length, times, varying = period, num_repeats, candidate
         if times < MIN_FOLD:
             yield groups[i]
             i += 1
             continue
-        last = int(names[i][slot]) + times - 1
+        last = int(names[i][varying]) + times - 1
         for j in range(i, i + length):
-            parts = [*names[j][:slot], f"[{names[j][slot]}-{last}]", *names[j][slot + 1 :]]
+            parts = [*names[j][:varying], f"[{names[j][varying]}-{last}]", *names[j][varying + 1 :]]
             folded = "".join(parts)
             yield tuple(
                 dataclasses.replace(
@@ -116,40 +128,46 @@ def _fold(groups: Sequence[tuple[Row, ...]]) -> Iterable[tuple[Row, ...]]:
 def _repetitions(
     names: Sequence[list[str]], bodies: Sequence[tuple[Row, ...]], start: int, period: int
 ) -> tuple[int, int]:
-    """How often the block of `period` groups at `start` repeats, and which part of the names counts."""
+    """Returns how often the block of `period` groups at `start` repeats, and which part of the names counts up."""
     if start + period >= len(names):
         return 1, 0
     here, there = names[start], names[start + period]
-    slots = [k for k in range(min(len(here), len(there))) if here[k] != there[k]]
-    if len(here) != len(there) or len(slots) != 1 or slots[0] % 2 == 0:
+    parts = [k for k in range(min(len(here), len(there))) if here[k] != there[k]]
+    if len(here) != len(there) or len(parts) != 1 or parts[0] % 2 == 0:
         return 1, 0
-    slot, times = slots[0], 1
+    varying, times = parts[0], 1
     while all(
-        _counts_up(names, bodies, start + j, start + times * period + j, slot, times, names[start][slot])
+        _counts_up(names, bodies, start + j, start + times * period + j, varying, times, names[start][varying])
         for j in range(period)
     ):
         times += 1
-    return times, slot
+    return times, varying
 
 
 def _counts_up(
     names: Sequence[list[str]],
     bodies: Sequence[tuple[Row, ...]],
     base: int,
-    other: int,
-    slot: int,
+    target: int,
+    varying: int,
     step: int,
     first: str,
 ) -> bool:
-    """Whether the group at `other` is the one at `base` with its number increased by `step`. All of a block share the
-    number."""
-    if other >= len(names) or len(names[base]) <= slot or names[base][slot] != first or bodies[base] != bodies[other]:
+    """Tells whether the group at `target` is the same as at `base`, with its number increased by `step`. All of a block
+    share the number, which is part `varying` of their names."""
+    if (
+        target >= len(names)
+        or len(names[base]) <= varying
+        or names[base][varying] != first
+        or bodies[base] != bodies[target]
+    ):
         return False
-    return names[other] == [*names[base][:slot], str(int(first) + step), *names[base][slot + 1 :]]
+    return names[target] == [*names[base][:varying], str(int(first) + step), *names[base][varying + 1 :]]
 
 
 def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Titled lines below the table, in reading order; titles with nothing to say are left out."""
+    """Returns the titled lines of `plan` that stand below its table, in reading order; titles with nothing to say are
+    left out."""
     batch = " x ".join(plan.batch_axes) or "no axis"
     replicated = "every axis" if plan.replicated_batch == "all" else "the data axis"
     sections = (
@@ -235,46 +253,46 @@ def _optimizer(plan: Plan) -> list[str]:
 
 def _tables(plan: Plan) -> list[str]:
     lines = []
-    for one in plan.syncs:
+    for sync in plan.syncs:
+        over = f" over {sync.axis}" if sync.axis else ""
         size = (
-            f", {bytes_text(one.bytes)} sent per device instead of {bytes_text(one.dense_bytes)}"
-            if one.bytes and one.scheme != "dense"
+            f", {bytes_text(sync.bytes)} sent per device instead of {bytes_text(sync.dense_bytes)}"
+            if sync.bytes and sync.scheme != "dense"
             else ""
         )
-        lines.append(
-            f"{one.param}, {one.rows:,} rows: {one.scheme}{f' over {one.axis}' if one.axis else ''}{size}; {one.why}"
-        )
+        lines.append(f"{sync.param}, {sync.rows:,} rows: {sync.scheme}{over}{size}; {sync.why}")
     return lines
 
 
 def _partial(plan: Plan) -> list[str]:
-    one = plan.partial
-    if one is None:
+    partial = plan.partial
+    if partial is None:
         return []
-    num_slots = len(one.first)
-    shares = [sum(segment.backward for segment in one.segments[first:]) for first in one.first]
+    num_slots = len(partial.first)
+    shares = [sum(segment.backward for segment in partial.segments[first:]) for first in partial.first]
     who = (
-        f"each of {num_slots} workers over {one.axis} to its own depth"
-        if one.assignment == "spatial"
+        f"each of {num_slots} workers over {partial.axis} to its own depth"
+        if partial.assignment == "spatial"
         else f"{num_slots} depths in turn, all workers alike"
     )
-    turns = ", moving on by one every step" if one.rotate else ""
+    rotation = ", moving on by one every step" if partial.rotate else ""
+    differentiated = ", ".join(f"{100 * share:.0f} %" for share in shares)
     lines = [
         (
-            f"partial, which changes the numbers: {who}{turns}; {', '.join(f'{100 * share:.0f} %' for share in shares)}"
-            f" of the backward pass; {100 * one.device_time:.1f} % of the device time of full backpropagation,"
-            f" {one.times}"
+            f"partial, which changes the numbers: {who}{rotation}; {differentiated}"
+            f" of the backward pass; {100 * partial.device_time:.1f} % of the device time of full backpropagation,"
+            f" {partial.times}"
         ),
-        f"estimator {one.estimator}, execution {one.execution}"
-        + (", examples balanced" if one.rebalance else "")
-        + (f", {one.warmup_steps} first steps in full" if one.warmup_steps else "")
-        + (", each worker with the loss and statistics of its own examples" if one.statistics == "local" else ""),
+        f"estimator {partial.estimator}, execution {partial.execution}"
+        + (", examples balanced" if partial.rebalance else "")
+        + (f", {partial.warmup_steps} first steps in full" if partial.warmup_steps else "")
+        + (", each worker with the loss and statistics of its own examples" if partial.statistics == "local" else ""),
     ]
-    for segment in one.segments:
+    for segment in partial.segments:
         names = segment.layers[0] if len(segment.layers) == 1 else f"{segment.layers[0]} to {segment.layers[-1]}"
         size = f"{bytes_text(segment.summed_bytes)} sent per worker to add up {bytes_text(segment.num_bytes)}"
         size += f", {bytes_text(segment.handed_bytes)} to hand on the sum" if segment.handed_bytes else ""
-        count = f"{segment.contributors} of {num_slots} {'workers' if one.assignment == 'spatial' else 'depths'}"
+        count = f"{segment.contributors} of {num_slots} {'workers' if partial.assignment == 'spatial' else 'depths'}"
         lines.append(
             f"{names}: {count}, {100 * segment.backward:.1f} % of the backward pass, {size}"
             if segment.contributors
@@ -284,8 +302,8 @@ def _partial(plan: Plan) -> list[str]:
 
 
 def _exceptions(plan: Plan) -> list[str]:
-    """Notes of leaves and layers, equal ones joined: `kernel, bias: 10 does not divide`. A layer repeats its weight's
-    note."""
+    """Returns the notes of leaves and layers, equal ones joined: `kernel, bias: 10 does not divide`. A layer repeats
+    its weight's note."""
     notes: dict[str, list[str]] = {}
     for leaf in plan.leaves:
         if leaf.note:

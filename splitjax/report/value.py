@@ -1,11 +1,16 @@
-"""The `Report`: what a plan predicted beside what XLA compiled, as one immutable value that prints and serialises."""
+"""Holds the `Report`: what a plan predicted beside what XLA compiled, as an immutable value that prints and serialises.
+
+`make_report` makes it of a compiled step and its plan; `splitjax.display` shows it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
 
 from splitjax._plan_json import MESH_FORM
 from splitjax.codec import Codec, Form, Wording, fields_of
@@ -16,15 +21,17 @@ from splitjax.plan import Collective, Memory, Plan
 from splitjax.report.attribute import ReportedCollective, attribute
 from splitjax.report.depths import ReportedDepth, read_depths
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.parts import read_parts
+from splitjax.report.parts import CompiledWorkers, read_parts
 from splitjax.trace.graph import Graph
 
 FORMAT = 1
+_Listed = ReportedCollective | Collective
+_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """What XLA set aside on each device for one step, in bytes.
+    """Says how much memory XLA set aside on each device for a step, in bytes.
 
     **Attributes:**
 
@@ -44,12 +51,13 @@ class CompiledMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Arguments, temporaries, and results that are not written over arguments."""
+        """Sums up arguments, temporaries, and results that are not written over arguments."""
         return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.alias_bytes
 
     @classmethod
-    def of(cls, compiled: Any) -> CompiledMemory | None:
-        """Of a `jax.stages.Compiled`; None where the backend does not say."""
+    def of(cls, compiled: jax.stages.Compiled | CompiledWorkers) -> CompiledMemory | None:
+        """Reads the figures of `compiled`, what `step.lower(...).compile()` gives; None where the backend does not
+        say."""
         stats = compiled.memory_analysis()
         if stats is None:
             return None
@@ -64,7 +72,13 @@ class CompiledMemory:
 
 @dataclasses.dataclass(frozen=True)
 class ReportMemory:
-    """Bytes per device: `predicted` by the plan, `compiled` by XLA (None where its backend does not say)."""
+    """Holds bytes per device.
+
+    **Attributes:**
+
+    - `predicted`: by the plan.
+    - `compiled`: by XLA; None where its backend does not say.
+    """
 
     predicted: Memory
     compiled: CompiledMemory | None
@@ -72,8 +86,13 @@ class ReportMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Sums over collectives: how many run per step, and the bytes that each device sends for them. What runs in some
-    steps only (`CompiledCollective.share`) counts for its share."""
+    """Sums up collectives. What runs in some steps only (`CompiledCollective.share`) counts for its share.
+
+    **Attributes:**
+
+    - `predicted_count`, `compiled_count`: how many run per step, by the plan and as compiled.
+    - `predicted_bytes`, `compiled_bytes`: what each device sends for them per step.
+    """
 
     predicted_count: int
     predicted_bytes: int
@@ -83,7 +102,7 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A step's plan against what XLA compiled. Print it, show it in a notebook, or keep it with `to_json`.
+    """Compares a step's plan with what XLA compiled. Print it, show it in a notebook, or keep it with `to_json`.
 
     **Attributes:**
 
@@ -111,38 +130,39 @@ class Report:
 
     @property
     def unplanned(self) -> tuple[ReportedCollective, ...]:
-        """What the compiled step sends beyond the plan, each with source line and cause."""
-        return tuple(one for one in self.collectives if one.planned is None)
+        """Lists what the compiled step sends beyond the plan, each with source line and cause."""
+        return tuple(collective for collective in self.collectives if collective.planned is None)
 
     @property
     def unattributed(self) -> tuple[ReportedCollective, ...]:
-        """Collectives of which neither layer nor cause could be found. A hole in this report: please tell us."""
-        return tuple(one for one in self.collectives if not one.is_attributed)
+        """Lists the collectives of which neither layer nor cause could be found. A hole in this report: please tell
+        us."""
+        return tuple(collective for collective in self.collectives if not collective.is_attributed)
 
     @functools.cached_property
     def by_op(self) -> Mapping[tuple[str, str], Total]:
-        """(op, axis) -> what the plan and the compiled step send by it."""
-        return _totals(self, lambda one: (one.op, one.axis))
+        """Maps (op, axis) to what the plan and the compiled step send by it, the largest first."""
+        return _totals(self, lambda collective: (collective.op, collective.axis))
 
     @functools.cached_property
     def by_layer(self) -> Mapping[str, Total]:
-        """Layer -> what the plan and the compiled step send for it; `""` for what belongs to no layer, such as the
-        loss."""
-        return _totals(self, lambda one: one.layer)
+        """Maps each layer to what the plan and the compiled step send for it, the largest first; `""` is what belongs
+        to no layer, such as the loss."""
+        return _totals(self, lambda collective: collective.layer)
 
     @property
     def total(self) -> Total:
-        """Of all collectives."""
-        return _totals(self, lambda one: "").get("", Total(0, 0, 0, 0))
+        """Sums up all collectives."""
+        return _totals(self, lambda collective: "").get("", Total(0, 0, 0, 0))
 
     def to_json(self) -> str:
-        """The report as JSON text (ASCII), one collective a line, read back by `Report.from_json`. All sizes are bytes
+        """Returns the report as JSON text (ASCII), a collective a line, read back by `Report.from_json`. All sizes are bytes
         per device, and what is sent is per step."""
         return _JSON.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Reads what `to_json` wrote. Raises `PlanError` for anything else, with the key path of the first
+        """Reads `text`, what `to_json` wrote. Raises `PlanError` for anything else, with the key path of the first
         problem."""
         return _JSON.parse(text)
 
@@ -160,17 +180,25 @@ class Report:
 
 
 def make_report(
-    compiled: Any, plan: Plan, graph: Graph, argument_names: Mapping[str, str], *, step: str, platform: str
+    compiled: jax.stages.Compiled | CompiledWorkers,
+    plan: Plan,
+    graph: Graph,
+    argument_names: Mapping[str, str],
+    *,
+    step: str,
+    platform: str,
 ) -> Report:
-    """The report of a compiled step.
+    """Makes the report of a compiled step.
 
     **Arguments:**
 
-    - `compiled`: a `jax.stages.Compiled` with its metadata (`_compat.metadata_in_cache_key`), or the programs of
-      several workers.
+    - `compiled`: what `step.lower(...).compile()` gives, a program or the programs of several workers, with its
+      metadata (`_compat.metadata_in_cache_key`).
     - `plan`, `graph`: what it was compiled from.
     - `argument_names`: JAX's name of every array among the step's arguments -> its path in the plan.
     - `step`, `platform`: names for the report.
+
+    Raises `report.wire.WireError` where the compiled modules cannot be read.
     """
     parts = read_parts(compiled, plan, argument_names)
     collectives, missing = attribute(parts, plan, graph)
@@ -180,17 +208,22 @@ def make_report(
     )
 
 
-def _totals(report: Report, key: Any) -> dict[Any, Total]:
-    """Sums by key, largest first. A planned collective counts under its own op, axis and layer, however XLA realised
-    it."""
-    sums: dict[Any, list[float]] = {}
-    realised = [(one.planned, one.compiled.share) for one in report.collectives if one.planned is not None]
-    planned: Iterable[tuple[Any, float]] = (*realised, *((one, 1.0) for one in report.missing))
-    for offset, entries in ((0, planned), (2, [(one, one.compiled.share) for one in report.collectives])):
-        for one, share in entries:
-            entry = sums.setdefault(key(one), [0, 0, 0, 0])
+def _totals(report: Report, key: Callable[[_Listed], _Key]) -> dict[_Key, Total]:
+    """Sums up the collectives with the same `key`, largest first. A planned collective counts under its own op, axis
+    and layer, however XLA realised it."""
+    sums: dict[_Key, list[float]] = {}
+    realised = [
+        (collective.planned, collective.compiled.share)
+        for collective in report.collectives
+        if collective.planned is not None
+    ]
+    planned: Iterable[tuple[_Listed, float]] = (*realised, *((collective, 1.0) for collective in report.missing))
+    compiled = [(collective, collective.compiled.share) for collective in report.collectives]
+    for offset, entries in ((0, planned), (2, compiled)):
+        for collective, share in entries:
+            entry = sums.setdefault(key(collective), [0, 0, 0, 0])
             entry[offset] += share
-            entry[offset + 1] += one.bytes
+            entry[offset + 1] += collective.bytes
     totals = {name: Total(*map(round, entry)) for name, entry in sums.items()}
     return dict(sorted(totals.items(), key=lambda item: -max(item[1].predicted_bytes, item[1].compiled_bytes)))
 

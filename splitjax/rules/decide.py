@@ -44,7 +44,7 @@ Axes = tuple[str, ...]  # of size above 1, major first; () is whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class ParameterDecision:
     """Records what became of one parameter.
 
     - `path`: its path.
@@ -75,7 +75,7 @@ class Decisions:
     - `owners`: hard label -> path of the first parameter that has it.
     """
 
-    params: Mapping[str, Decision]
+    params: Mapping[str, ParameterDecision]
     classes: Mapping[int, Axes]  # hard label -> axes
     owners: Mapping[int, str]  # hard label -> path of the first parameter that has it
 
@@ -108,7 +108,7 @@ class _Work:
     by_hard: dict[int, list[str]]
     by_local: dict[int, list[str]]
     chosen: dict[int, _Choice] = dataclasses.field(default_factory=dict)  # hard label -> choice
-    done: dict[str, Decision] = dataclasses.field(default_factory=dict)
+    done: dict[str, ParameterDecision] = dataclasses.field(default_factory=dict)
 
     def hard(self, leaf: Leaf) -> dict[int, int]:
         """Returns dim -> hard label of its leading atom, for the dims that have one."""
@@ -256,7 +256,7 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
             work.chosen[label] = _Choice(new.get(dim, ()), leaf.path, f"ties with {leaf.path}")
     axes = tuple(work.chosen[hard[dim]].axes if dim in hard else () for dim in range(len(leaf.shape)))
     name = rule.name if rule else None
-    work.done[leaf.path] = Decision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem)
+    work.done[leaf.path] = ParameterDecision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem)
     if rule is not None and rule.ties == "local":
         _spread(work, leaf, new)
 

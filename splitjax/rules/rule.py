@@ -155,7 +155,7 @@ class Mistake(RuleError):
 
     def __init__(self, message: str, *, value: object, owner: str, key: str, remedy: str) -> None:
         super().__init__(message, value=value, place=f"{owner}, key {key!r}", remedy=remedy)
-        self.parts = (message, value, key, remedy)
+        self.parts: tuple[str, object, str, str] = (message, value, key, remedy)
 
     def at(self, place: str) -> RuleError:
         """Returns the same error, placed at `place` in a file."""

@@ -121,7 +121,8 @@ class DecoratedTask:
     """
 
     def __init__(self, training: Training, place: Place, directory: Path, release_early: bool):
-        self.training, self._place, self._release_early = training, place, release_early
+        self.training: Training = training
+        self._place, self._release_early = place, release_early
         self._checkpoints = Checkpoints(CheckpointOptions(directory, keep_last=2, keep_best=0))
         self._read: dict[int, Any] = {}
         self._state: Any = None
@@ -189,8 +190,10 @@ def one_core_environment(base: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def partial_steps(
-    decorate: Callable[[PartialBackprop | None], ParallelStep], num_workers: int, estimator: str = "count"
-) -> tuple[ParallelStep, Callable[[tuple[float, ...]], Callable[[Any, Any], Any]], tuple[tuple[float, ...], ...]]:
+    decorate: Callable[[PartialBackprop | None], ParallelStep[..., Any]], num_workers: int, estimator: str = "count"
+) -> tuple[
+    ParallelStep[..., Any], Callable[[tuple[float, ...]], Callable[[Any, Any], Any]], tuple[tuple[float, ...], ...]
+]:
     """Returns `step`, `at_depths` and `warm_up` of a `Training` whose workers differentiate to the depths that a
     discipline hands out.
 

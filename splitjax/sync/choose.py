@@ -40,7 +40,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SchemeChoice:
     """The chosen candidate, why, and all of them, cheapest first."""
 
     best: Candidate
@@ -73,7 +73,7 @@ def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
     )
 
 
-def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = None) -> Choice:
+def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = None) -> SchemeChoice:
     """Chooses the cheapest scheme by prediction.
 
     **Arguments:**
@@ -82,7 +82,7 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
     - `link`: as measured between the workers.
     - `schemes`: what to choose from, simplest first; by default `candidates()`.
 
-    **Returns:** a `Choice`. One worker alone exchanges nothing: the first scheme that leaves its rows as they
+    **Returns:** a `SchemeChoice`. One worker alone exchanges nothing: the first scheme that leaves its rows as they
     are.
 
     Raises `SyncError` for a sparsity without samples, such as one that was read from JSON: capacities come from
@@ -118,7 +118,7 @@ def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = No
         if candidate.seconds < best.seconds * _CLEARLY:
             best = candidate
     ranking = tuple(sorted(table, key=lambda candidate: candidate.seconds))
-    return Choice(best, _reason(best, ranking, sparsity), ranking)
+    return SchemeChoice(best, _reason(best, ranking, sparsity), ranking)
 
 
 def _reason(best: Candidate, table: Sequence[Candidate], sparsity: Sparsity) -> str:

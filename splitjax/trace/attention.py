@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.trace.dims_fused import FUSED_ATTENTION
 from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import Flow
+from splitjax.trace.flow import StepFacts
 from splitjax.trace.links import Linked
 
 Tag = tuple[str, int]  # what made a value, and the index of the operation that did
@@ -18,7 +18,7 @@ Tags = frozenset[Tag]
 _NONE: Tags = frozenset()
 
 
-def mark_attention(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+def mark_attention(flat: Flat, linked: Linked, flow: StepFacts, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
     """Finds the operations that feed the scores or the values of an attention, or read its result first.
 
     **Arguments:**
@@ -69,7 +69,7 @@ def mark_attention(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tu
     return frozenset(attention)
 
 
-def _joined(inputs: Sequence[int], incoming: Tags, tags: Sequence[Tags], flow: Flow) -> Tags:
+def _joined(inputs: Sequence[int], incoming: Tags, tags: Sequence[Tags], flow: StepFacts) -> Tags:
     """Gives the tags of a join: what is added to the residual stream is no attention result any more, so that the tag
     of a result stays only if all activations have it."""
     activations = [v for v in inputs if flow.carrying[v]]

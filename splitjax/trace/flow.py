@@ -29,7 +29,7 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class StepFacts:
     """Holds facts per value of a flat step, and per leaf whether it is a parameter.
 
     - `carrying`: whether some dim of the value holds examples (all of them, or a part).
@@ -174,7 +174,7 @@ def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> l
     return first
 
 
-def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> Flow:
+def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> StepFacts:
     """Finds example-carrying values and parameters.
 
     **Arguments:**
@@ -214,7 +214,7 @@ def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Seque
         for v, a, param in zip(flat.inputs, arguments, is_param, strict=True)
         if a.is_state and not param and flat.shapes[v] and is_floating(flat.dtypes[v])
     ]
-    return Flow(
+    return StepFacts(
         carrying=tuple(carrying),
         data=tuple(data),
         updated=tuple(forward(flat, gradients, stop=carrying.__getitem__)),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import Argument, Flow
+from splitjax.trace.flow import Argument, StepFacts
 from splitjax.trace.graph import Layer, Leaf
 from splitjax.trace.links import Linked
 from splitjax.trace.names import Names
@@ -31,7 +31,7 @@ class KnownValues:
     """
 
     flat: Flat
-    flow: Flow
+    flow: StepFacts
     linked: Linked
     sources: Sequence[frozenset[int]]
 
@@ -124,7 +124,7 @@ def _dims(index: int, flat: Flat, classes: Classes) -> tuple[tuple[int, ...], ..
 
 
 def _added_to(
-    flat: Flat, flow: Flow, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
+    flat: Flat, flow: StepFacts, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
 ) -> dict[int, int]:
     """Maps a parameter to the weight whose result it meets first, elementwise and before anything mixes."""
     at = {use.op: use.leaves[0] for use in uses}
@@ -152,7 +152,7 @@ def build_layers(
     names: Mapping[int, str],
     uses: Sequence[RawUse],
     flat: Flat,
-    flow: Flow,
+    flow: StepFacts,
     norms: frozenset[int],
 ) -> tuple[Layer, ...]:
     """Builds the layers in program order, weight first among their parameters.
@@ -226,7 +226,9 @@ def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: froz
     return "dense"
 
 
-def find_norms(flat: Flat, flow: Flow, mixing: Sequence[bool], sources: Sequence[frozenset[int]]) -> frozenset[int]:
+def find_norms(
+    flat: Flat, flow: StepFacts, mixing: Sequence[bool], sources: Sequence[frozenset[int]]
+) -> frozenset[int]:
     """Finds the parameters that meet, before anything mixes, a value scaled by an inverse root.
 
     **Arguments:**

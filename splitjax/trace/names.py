@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.trace.dims import DimMap, Label
 from splitjax.trace.flatten import Flat, Op
-from splitjax.trace.flow import Flow
+from splitjax.trace.flow import StepFacts
 from splitjax.trace.links import Linked
 from splitjax.trace.uses import RawUse
 
@@ -20,7 +20,7 @@ _PARTS = frozenset({"slice", "split", "dynamic_slice", "pad", "concatenate"})
 
 
 def name_dims(
-    flat: Flat, linked: Linked, flow: Flow, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
+    flat: Flat, linked: Linked, flow: StepFacts, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
 ) -> dict[int, Names]:
     """Names the dims of every parameter.
 
@@ -51,7 +51,7 @@ def name_dims(
 
 
 def _walk_back(
-    flat: Flat, linked: Linked, flow: Flow, seeds: dict[int, list[RawUse]], sources: Sequence[frozenset[int]]
+    flat: Flat, linked: Linked, flow: StepFacts, seeds: dict[int, list[RawUse]], sources: Sequence[frozenset[int]]
 ) -> dict[int, Names]:
     """Carries the names that uses (`seeds`: by operation) give back to the values that weights are made of."""
     names: dict[int, Names] = {}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import Flow
+from splitjax.trace.flow import StepFacts
 from splitjax.trace.links import Linked
 
 
-def mark_recurrent(flat: Flat, linked: Linked, flow: Flow, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+def mark_recurrent(flat: Flat, linked: Linked, flow: StepFacts, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
     """Finds the operations whose weight is recurrent.
 
     **Arguments:**
@@ -80,7 +80,7 @@ def _feeds_carry(flat: Flat) -> dict[int, set[int]]:
     return feeding
 
 
-def _sequence_loops(flat: Flat, flow: Flow, carried: Mapping[int, set[int]]) -> set[int]:
+def _sequence_loops(flat: Flat, flow: StepFacts, carried: Mapping[int, set[int]]) -> set[int]:
     """Finds the loops that read data by steps: scanned, or picked from a whole sequence with a carried index."""
     loops: set[int] = set()
     for op in flat.ops:
@@ -95,7 +95,7 @@ def _sequence_loops(flat: Flat, flow: Flow, carried: Mapping[int, set[int]]) -> 
     return loops
 
 
-def _sliced_in(flat: Flat, flow: Flow) -> dict[int, frozenset[int]]:
+def _sliced_in(flat: Flat, flow: StepFacts) -> dict[int, frozenset[int]]:
     """Finds, per weight, the loops of which it is one iteration's slice."""
     sliced: dict[int, frozenset[int]] = {}
     for op in flat.ops:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import Flat
-from splitjax.trace.flow import Argument, Flow
+from splitjax.trace.flow import Argument, StepFacts
 from splitjax.trace.graph import Leaf
 
 
-def fallback_ties(flat: Flat, arguments: Sequence[Argument], flow: Flow, classes: Classes) -> list[tuple[int, int]]:
+def fallback_ties(
+    flat: Flat, arguments: Sequence[Argument], flow: StepFacts, classes: Classes
+) -> list[tuple[int, int]]:
     """Pairs floating-point state that dataflow left alone with the one parameter of equal shape whose path ends alike.
 
     **Arguments:**

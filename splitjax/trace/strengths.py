@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from splitjax.trace.classes import Strength
 from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import Flow
+from splitjax.trace.flow import StepFacts
 from splitjax.trace.links import Linked, RawLink
 
 # In an update these put several arrays side by side; that is a copy, not the same storage.
 _COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
 
 
-def strengths(flat: Flat, linked: Linked, flow: Flow, raw: Sequence[RawLink]) -> list[Strength]:
+def strengths(flat: Flat, linked: Linked, flow: StepFacts, raw: Sequence[RawLink]) -> list[Strength]:
     """Decides the strength of every link in `raw`.
 
     **Arguments:**
@@ -45,7 +45,7 @@ def strengths(flat: Flat, linked: Linked, flow: Flow, raw: Sequence[RawLink]) ->
     return of_link
 
 
-def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strength:
+def _of_operation(flat: Flat, linked: Linked, flow: StepFacts, index: int) -> Strength:
     """Decides the strength of an operation's links, cuts aside."""
     op = flat.ops[index]
     if op.primitive == "_gradient":
@@ -61,7 +61,7 @@ def _of_operation(flat: Flat, linked: Linked, flow: Flow, index: int) -> Strengt
     return Strength.LOCAL
 
 
-def cut_operands(flat: Flat, linked: Linked, flow: Flow) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+def cut_operands(flat: Flat, linked: Linked, flow: StepFacts) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
     """Finds two kinds of cuts, from one walk over ancestors in `flat`, its links `linked` and facts `flow`.
 
     **Returns**

@@ -15,7 +15,7 @@ from typing import Any
 from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, Flat, flatten
-from splitjax.trace.flow import Argument, Flow, analyse, example_labels, is_floating
+from splitjax.trace.flow import Argument, StepFacts, analyse, example_labels, is_floating
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
@@ -65,7 +65,12 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
 
 
 def _assemble(
-    flat: Flat, linked: Linked, flow: Flow, arguments: Sequence[Argument], classes: Classes, examples: frozenset[int]
+    flat: Flat,
+    linked: Linked,
+    flow: StepFacts,
+    arguments: Sequence[Argument],
+    classes: Classes,
+    examples: frozenset[int],
 ) -> Graph:
     """Describes the step's leaves, layers and operations, now that all classes are known."""
     sources = weight_sources(flat, flow)
@@ -153,7 +158,7 @@ def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[froz
 def _leaf(
     index: int,
     flat: Flat,
-    flow: Flow,
+    flow: StepFacts,
     arguments: Sequence[Argument],
     classes: Classes,
     dim_names: Mapping[int, Names],
@@ -259,7 +264,7 @@ _LINEAR = frozenset(
 )
 
 
-def _activation_bytes(flat: Flat, flow: Flow) -> int:
+def _activation_bytes(flat: Flat, flow: StepFacts) -> int:
     """Sums the bytes of forward values of the batch that some backward pass reads: operands of what is not linear."""
     kept: dict[int, int] = {}
     for op in flat.ops:

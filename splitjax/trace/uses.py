@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from splitjax.trace.attention import mark_attention
 from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
-from splitjax.trace.flow import Flow
+from splitjax.trace.flow import StepFacts
 from splitjax.trace.links import Linked
 from splitjax.trace.recurrence import mark_recurrent
 
@@ -44,7 +44,7 @@ class RawUse:
     attention: bool = False
 
 
-def find_uses(flat: Flat, linked: Linked, flow: Flow, sources: Sequence[frozenset[int]]) -> list[RawUse]:
+def find_uses(flat: Flat, linked: Linked, flow: StepFacts, sources: Sequence[frozenset[int]]) -> list[RawUse]:
     """Finds all uses of weights in program order.
 
     **Arguments:**
@@ -74,7 +74,7 @@ def find_uses(flat: Flat, linked: Linked, flow: Flow, sources: Sequence[frozense
     return [dataclasses.replace(use, recurrent=use.op in recurrent, attention=use.op in attention) for use in raw]
 
 
-def weight_sources(flat: Flat, flow: Flow) -> list[frozenset[int]]:
+def weight_sources(flat: Flat, flow: StepFacts) -> list[frozenset[int]]:
     """Returns, per value of `flat` that is made of state alone (by `flow`), the parameters (leaf indices) it is made
     of.
 
@@ -100,7 +100,7 @@ def weight_sources(flat: Flat, flow: Flow) -> list[frozenset[int]]:
     return sources
 
 
-def _operands(op: Op, flow: Flow, sources: Sequence[frozenset[int]], flat: Flat) -> tuple[int, int | None] | None:
+def _operands(op: Op, flow: StepFacts, sources: Sequence[frozenset[int]], flat: Flat) -> tuple[int, int | None] | None:
     """Finds the positions of weight and data, where an operation is a use: its data carry examples, or depend on the
     batch and its result does something to examples (the inputs of an expert, which belong to no example any more) or
     to a loss."""

@@ -23,7 +23,7 @@ from splitjax.plan import Collective
 from splitjax.report.attribute import attribute
 from splitjax.report.evidence import Evidence, name_parts
 from splitjax.report.hlo import CompiledCollective
-from splitjax.report.parts import Part
+from splitjax.report.parts import StepPart
 from splitjax.report.reconcile import pair, purpose
 from splitjax.report.wire import read_module
 from splitjax.step.arguments import argument_names
@@ -296,7 +296,7 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
         )
         for module in modules
     )
-    found, _ = attribute((Part(blind, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
+    found, _ = attribute((StepPart(blind, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
     assert len(found) > 50 and not any(one.is_attributed for one in found)
     # With the arguments' names alone, gradients and new state are still known.
     kept = tuple(
@@ -317,7 +317,7 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
         )
         for module in modules
     )
-    found, _ = attribute((Part(kept, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
+    found, _ = attribute((StepPart(kept, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
     gradients = {one.planned.why for one in found if one.planned and one.planned.why.startswith("gradient of")}
     assert gradients == {f"gradient of {leaf.path}" for leaf in entry.plan.leaves if leaf.role == "param"}
 

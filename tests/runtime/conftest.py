@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from splitjax.runtime.launch import launch
-from splitjax.runtime.launch.outcome import Outcome
+from splitjax.runtime.launch.outcome import LaunchOutcome
 from splitjax.runtime.launch.output import Console
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ class Launched:
             console=Console(self.out, self.err),
         )
 
-    def wait(self) -> Outcome:
+    def wait(self) -> LaunchOutcome:
         outcome = self.run.wait(60)
         if outcome is None:
             self.run.kill()

@@ -23,7 +23,7 @@ from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import turns_scope
-from splitjax.lower.partial.workers import DispatchedStep, ProgramMaker, StepProgram
+from splitjax.lower.partial.workers import DispatchedStep, JittedProgram, ProgramMaker
 from splitjax.partial.request import BRANCH
 
 
@@ -39,11 +39,11 @@ class ScheduledPrograms:
     """
 
     step: PartialStep
-    full: Callable[[], StepProgram]
-    by_slot: Callable[[int], StepProgram] | None
-    in_cycle: Callable[[], StepProgram] | None
+    full: Callable[[], JittedProgram]
+    by_slot: Callable[[int], JittedProgram] | None
+    in_cycle: Callable[[], JittedProgram] | None
 
-    def at(self, step_number: int) -> StepProgram:
+    def at(self, step_number: int) -> JittedProgram:
         """Gives the program of step `step_number`, counted from 0 since the beginning of training. It takes the step's
         positional arguments."""
         number = step_number - self.step.request.warmup_steps
@@ -60,7 +60,7 @@ class ScheduledPrograms:
 class _AtCycleStep:
     """A program that takes the step's number in the cycle, with this number given."""
 
-    program: StepProgram
+    program: JittedProgram
     cycle_step: int
     num_before: ClassVar[int] = 1  # operands before the step's arguments
 

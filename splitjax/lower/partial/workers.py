@@ -23,7 +23,7 @@ from splitjax.lower.partial.rows import Capture, Captured, Given, RowPrograms, S
 from splitjax.lower.partial.step import PartialStep
 
 
-class StepProgram(Protocol):
+class JittedProgram(Protocol):
     """A program as `jax.jit` gives it: it can be called, and lowered without being run."""
 
     def __call__(self, *args: Any) -> Any:
@@ -43,7 +43,7 @@ class ProgramMaker(Protocol):
         evaluate_step: Callable[..., Evaluated],
         extra: tuple[Any, ...] = (),
         donate_extra: tuple[int, ...] = (),
-    ) -> StepProgram:
+    ) -> JittedProgram:
         """Makes the program of a whole step.
 
         **Arguments:** `evaluate_step(leaves, residuals, *extra)`: evaluates it. `extra`: shardings of its further
@@ -51,7 +51,7 @@ class ProgramMaker(Protocol):
         """
         ...
 
-    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> StepProgram:
+    def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> JittedProgram:
         """Makes a program that takes the step's operands and consumes none.
 
         **Arguments:** `evaluate_part(leaves, residuals)`: evaluates it. `out_shardings`: of its results; None: as they
@@ -142,7 +142,7 @@ class DispatchedStep:
         raise AssertionError("a step with partial backpropagation has its boundary")
 
     @functools.cached_property
-    def before(self) -> StepProgram:
+    def before(self) -> JittedProgram:
         """The program that ends at the boundary. What crosses into the loops lies over the workers as their loops want
         it, and over other axes as it is used."""
 
@@ -167,7 +167,7 @@ class DispatchedStep:
         )(value)
 
     @functools.cache  # noqa: B019 (lives as long as the step's programs)
-    def after(self, specs: Specs) -> StepProgram:
+    def after(self, specs: Specs) -> JittedProgram:
         """Makes the program that goes on from the boundary with the workers' sums. `specs`: of what `before` gives."""
         kept = self.step.kept_leaves(min(self.step.depths.first))
         here = lambda spec: NamedSharding(self.hooks.lowered.mesh, spec)

@@ -115,8 +115,8 @@ def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[jax.Arr
 
 
 def is_whole(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> bool:
-    """Whether no axis that `where` leaves splits the convolution `eqn` of data and weight of these `shapes`, as `split`
-    has it: every device along these axes computes all of it then."""
+    """Tells whether no axis that `where` leaves splits the convolution `eqn` of data and weight of these `shapes`, as
+    `split` has it: every device along these axes computes all of it then."""
     here = _dividing(split, eqn, shapes, where)
     return not (here.groups or here.gathered or here.batch or here.contracted or here.features)
 

@@ -55,7 +55,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class View:
+class RowView:
     """Computes some rows of a table, where they are needed.
 
     - `ids`: i32[k], different positions in the given `leaves`; those past the end name no row.
@@ -180,7 +180,7 @@ def dense(value: Any) -> Any:
     return _compat.rebind(value.eqn, [dense(operand) for operand in value.operands])[0]
 
 
-def written(view: View, new: Mapping[int, Rows]) -> dict[int, jax.Array]:
+def written(view: RowView, new: Mapping[int, Rows]) -> dict[int, jax.Array]:
     """Returns the leaves of the state with the rows of `view` replaced; all other rows are as they were.
 
     `new` maps the flat argument of each leaf to what its rows become; so does the result to whole arrays.

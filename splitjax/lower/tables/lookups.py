@@ -35,7 +35,7 @@ def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any
 
 # (table, ids, delta) -> [gather(table, ids) + delta], or [delta] where the rows are given instead; further parameters
 # are the gather's.
-lookup_p = _compat.define_primitive(
+lookup_p: _compat.Primitive = _compat.define_primitive(
     PRIMITIVE, _evaluate, lambda table, ids, delta, **params: ([delta], _compat.NO_EFFECTS)
 )
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
-from splitjax.lower.products.row_values import Rows, View, written
+from splitjax.lower.products.row_values import Rows, RowView, written
 from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
 from splitjax.lower.tables.lookups import EditedLookup
 from splitjax.lower.tables.table_rows import JOIN
@@ -178,7 +178,7 @@ class OwnerSums:
         spec = PartitionSpec(self.table.row_axes)
 
         def body(owned, fits, every, state, arrays):
-            update = lambda rows, state: state | written(View(rows.ids, rows.values, state, arrays), new)
+            update = lambda rows, state: state | written(RowView(rows.ids, rows.values, state, arrays), new)
             state = once(fits, lambda state: update(owned(), state), dict(state))
             whole = lambda rows, state: (update(rows, state), _ended(rows))
             return once(~fits, lambda state: whole(every(), state[0]), (state, jnp.int32(0)))
@@ -194,7 +194,7 @@ class OwnerSums:
         given = {id(array): array for array in value.arrays()}
 
         def body(owned, fits, every, state, arrays):
-            part = lambda rows: View(rows.ids, rows.values, state, arrays).reduced(eqn, value, rows.num_rows)
+            part = lambda rows: RowView(rows.ids, rows.values, state, arrays).reduced(eqn, value, rows.num_rows)
             whole = lambda rows: (part(rows), _ended(rows))
             mine, ended = lax.cond(fits, lambda: (part(owned()), jnp.int32(0)), lambda: whole(every()))
             return JOIN[eqn.primitive.name](mine, self.table.row_axes), ended

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
-from splitjax.lower.products.row_values import Rows, View, written
+from splitjax.lower.products.row_values import Rows, RowView, written
 from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
 from splitjax.lower.tables.table_sync import TableSync, cut
 from splitjax.plan import spec_axes
@@ -226,7 +226,7 @@ JOIN: Mapping[str, Callable[[Any, tuple[str, ...]], Any]] = {
 
 
 def _on_devices(
-    exchanged: Exchanged, function: Callable[[View], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = ""
+    exchanged: Exchanged, function: Callable[[RowView], Any], leaves: Mapping[int, Any], out_axes: Any, join: str = ""
 ) -> Callable:
     """Gives a function of the touched rows as each device runs it on the rows that it has.
 
@@ -239,12 +239,12 @@ def _on_devices(
 
     def body(rows: RowSparse, state: Mapping[int, Any], given: Mapping[int, Any]) -> Any:
         if not table.row_axes:
-            return function(View(rows.ids, rows.values, state, given))
+            return function(RowView(rows.ids, rows.values, state, given))
         size = table.num_rows // lax.axis_size(table.row_axes)
         ids = rows.ids - lax.axis_index(table.row_axes) * size
         mine = (ids >= 0) & (ids < size)
         values = jnp.where(mine.reshape(-1, *[1] * (rows.values.ndim - 1)), rows.values, 0)
-        part = function(View(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
+        part = function(RowView(jnp.where(mine, ids, size), values, state, given, is_sorted=False))
         return JOIN[join](part, table.row_axes) if join else part
 
     if not manual:

@@ -1,4 +1,5 @@
-"""The document of an advice on partial backpropagation: the ways to train side by side, the layers, and what to do."""
+"""Makes the document of an advice on partial backpropagation: the ways to train side by side, the layers, and what to
+do."""
 
 from __future__ import annotations
 

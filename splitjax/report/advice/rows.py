@@ -1,4 +1,7 @@
-"""Makes the texts of an advice's document: the ways to train side by side, the layers, and what to do."""
+"""Makes the texts of an advice's document: the ways to train side by side, the layers, and what to do.
+
+An `Advice` goes in; titles, rows and remarks come out that say nothing of how they are laid out.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The document of a profile: every tensor averaged over the steps, the tables step by step, the overlap of every two
-workers, and what the columns mean."""
+"""Makes the document of a profile: every tensor averaged over the steps, the tables step by step, the overlap of every
+two workers, and what the columns mean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def profile_document(profile: Profile) -> Document:
 
 
 def _matrix(table: TensorProfile) -> Matrix:
-    """The overlap of every two workers."""
+    """Returns the overlap of every two workers, with a note for each cell."""
     notes = tuple(
         tuple(f"workers {i} and {j}: {ratio_text(value)}" for j, value in enumerate(row))
         for i, row in enumerate(table.overlaps)

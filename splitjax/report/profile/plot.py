@@ -1,4 +1,8 @@
-"""A profile as a picture: density and skewness by tensor, densification by number of workers, overlap of workers."""
+"""Draws a profile: density and skewness by tensor, densification by number of workers, overlap of workers.
+
+A `Profile` goes in, a figure of matplotlib comes out. matplotlib is imported when a profile is drawn: it is no
+dependency of splitjax.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,14 @@ _MAX_TENSORS = 12
 _NAME_CHARACTERS = 28
 # Sums of tensors other than tables that get no denser than this have no curve.
 _FLAT = 1.05
-_TABLE, _OTHER = "tab:blue", "tab:gray"
+_TABLE, _NO_TABLE = "tab:blue", "tab:gray"
 
 
 def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
-    """The figure, also written to `path` if one is given. Raises `ProfileError` without matplotlib, and for a path that
-    cannot be written."""
+    """Draws `profile` and returns the figure, which is also written to `path` if there is one.
+
+    Raises `ProfileError` without matplotlib, and for a path that cannot be written.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -33,8 +39,8 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
             remedy="pip install 'splitjax[demo]'",
         ) from error
     # Of tensors without zeros there is nothing to see, unless there are no others.
-    sparse = [one for one in profile.tensors if one.is_table or one.density < 1.0] or profile.tensors
-    shown = sorted(sparse, key=lambda one: (not one.is_table, one.density))[:_MAX_TENSORS]
+    sparse = [tensor for tensor in profile.tensors if tensor.is_table or tensor.density < 1.0] or profile.tensors
+    shown = sorted(sparse, key=lambda tensor: (not tensor.is_table, tensor.density))[:_MAX_TENSORS]
     figure = Figure(figsize=(13, max(7.0, 3.4 + 0.36 * len(shown))), layout="constrained")
     FigureCanvasAgg(figure)
     left_out = len(profile.tensors) - len(shown)
@@ -58,18 +64,18 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
 
 
 def _densities(axes: Any, shown: list[TensorProfile]) -> None:
-    """Points, as lengths mean nothing on a logarithmic axis; a gradient that is all zero is said to be, at the left
-    end."""
-    values = [100 * one.density for one in shown]
+    """Draws points, as lengths mean nothing on a logarithmic axis; a gradient that is all zero is said to be, at the
+    left end."""
+    values = [100 * tensor.density for tensor in shown]
     lowest = min([value for value in values if value], default=1.0)
     left = 10.0 ** np.floor(np.log10(lowest / 1.5))
-    for place, (one, value) in enumerate(zip(shown, values, strict=True)):
-        color = _TABLE if one.is_table else _OTHER
+    for place, (tensor, value) in enumerate(zip(shown, values, strict=True)):
+        color = _TABLE if tensor.is_table else _NO_TABLE
         axes.plot([left, max(value, left)], [place, place], color=color, linewidth=1.0, alpha=0.5)
         if value:
             axes.plot([value], [place], marker="o", color=color)
         axes.annotate(
-            share_text(one.density),
+            share_text(tensor.density),
             (max(value, left), place),
             xytext=(7, 0),
             textcoords="offset points",
@@ -83,63 +89,66 @@ def _densities(axes: Any, shown: list[TensorProfile]) -> None:
 
 
 def _skewness(axes: Any, profile: Profile, shown: list[TensorProfile]) -> None:
+    """Draws a bar for each tensor."""
     bars = axes.barh(
         range(len(shown)),
-        [one.skewness for one in shown],
+        [tensor.skewness for tensor in shown],
         height=0.6,
-        color=[_TABLE if one.is_table else _OTHER for one in shown],
+        color=[_TABLE if tensor.is_table else _NO_TABLE for tensor in shown],
     )
-    axes.bar_label(bars, labels=[ratio_text(one.skewness) for one in shown], padding=3, fontsize=8)
+    axes.bar_label(bars, labels=[ratio_text(tensor.skewness) for tensor in shown], padding=3, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axes.set(title="skewness", xlim=(0, 1.15 * max([1.0, *(one.skewness for one in shown)])))
+    axes.set(title="skewness", xlim=(0, 1.15 * max([1.0, *(tensor.skewness for tensor in shown)])))
     _names(axes, shown, f"the fullest of {profile.num_workers} equal ranges over their mean; 1 is even")
 
 
 def _names(axes: Any, shown: list[TensorProfile], unit: str) -> None:
-    axes.set_yticks(range(len(shown)), [_short(one.path) for one in shown], fontsize=8)
+    """Labels an axis with the tensors, and the other with its unit."""
+    axes.set_yticks(range(len(shown)), [_short(tensor.path) for tensor in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlabel(f"{unit} (blue: tables)", fontsize=9)
 
 
 def _densification(axes: Any, profile: Profile, shown: list[TensorProfile]) -> None:
+    """Draws a curve for each table, and for each further tensor that gets denser."""
     sizes = [m for m, _ in shown[0].steps[0].unions] if shown else [1]
     axes.plot(sizes, sizes, color="black", linewidth=0.8, linestyle=":", label="no overlap")
-    curves: dict[tuple[str, ...], list[TensorProfile]] = {}  # those that fall on each other are one
-    for one in shown:
-        if one.is_table or one.densification() > _FLAT:
-            curves.setdefault(tuple(ratio_text(one.densification(m)) for m in sizes), []).append(one)
-    for first, *others in curves.values():
-        label = _short(first.path) + (f" and {len(others)} more" if others else "")
-        axes.plot(sizes, [first.densification(m) for m in sizes], marker="o", markersize=3.5, label=label)
+    curves: dict[tuple[str, ...], list[TensorProfile]] = {}  # tensors whose curves fall on each other share a curve
+    for tensor in shown:
+        if tensor.is_table or tensor.densification() > _FLAT:
+            curves.setdefault(tuple(ratio_text(tensor.densification(m)) for m in sizes), []).append(tensor)
+    for tensor, *equal in curves.values():
+        label = _short(tensor.path) + (f" and {len(equal)} more" if equal else "")
+        axes.plot(sizes, [tensor.densification(m) for m in sizes], marker="o", markersize=3.5, label=label)
     axes.set(
         title="densification", xlabel="workers added up", ylabel="density over that of one", xscale="log", yscale="log"
     )
     ticks = sizes
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(ticks, [str(m) for m in ticks])
-        axis.set_ticks([], minor=True)
+    for scale in (axes.xaxis, axes.yaxis):
+        scale.set_ticks(ticks, [str(m) for m in ticks])
+        scale.set_ticks([], minor=True)
     axes.legend(fontsize=8)
 
 
 def _overlap(figure: Any, axes: Any, shown: list[TensorProfile]) -> None:
-    """Of the sparsest table, else of the sparsest tensor."""
+    """Draws the matrix of the sparsest table, else of the sparsest tensor."""
     if not shown or shown[0].num_workers < 2:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "overlap needs two workers", ha="center", va="center", transform=axes.transAxes)
         return
-    one = shown[0]
-    image = axes.imshow(np.asarray(one.overlaps), vmin=0.0, vmax=1.0, cmap="Blues")
+    tensor = shown[0]
+    image = axes.imshow(np.asarray(tensor.overlaps), vmin=0.0, vmax=1.0, cmap="Blues")
     axes.set(
-        title=f"overlap of two workers, mean {ratio_text(one.overlap)}\n{_short(one.path)}",
+        title=f"overlap of two workers, mean {ratio_text(tensor.overlap)}\n{_short(tensor.path)}",
         xlabel="worker",
         ylabel="worker",
     )
-    ticks = range(0, one.num_workers, -(-one.num_workers // 8))
+    ticks = range(0, tensor.num_workers, -(-tensor.num_workers // 8))
     axes.set_xticks(ticks)
     axes.set_yticks(ticks)
     figure.colorbar(image, ax=axes, shrink=0.9)
-    if one.num_workers <= 8:
-        for i, row in enumerate(one.overlaps):
+    if tensor.num_workers <= 8:
+        for i, row in enumerate(tensor.overlaps):
             for j, value in enumerate(row):
                 axes.text(
                     j,
@@ -153,5 +162,5 @@ def _overlap(figure: Any, axes: Any, shown: list[TensorProfile]) -> None:
 
 
 def _short(path: str) -> str:
-    """The end of a path, which tells tensors apart."""
+    """Returns the end of a path, which tells tensors apart."""
     return path if len(path) <= _NAME_CHARACTERS else "..." + path[-_NAME_CHARACTERS + 3 :]

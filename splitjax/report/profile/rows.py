@@ -1,5 +1,8 @@
 """Makes the texts of a profile's document: a line a tensor with those of equal blocks folded, and the tables step by
-step."""
+step.
+
+A `Profile` goes in; titles, rows and remarks come out that say nothing of how they are laid out.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,9 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
 
 
 def step_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """Returns the first steps of every table of `profile`: (table, step, rows in the mean over workers, fewest and
-    most rows of a worker, overlap, skewness, sum of all)."""
+    """Returns the first steps of every table of `profile`: (table, step, rows in the mean over workers, fewest and most
+    rows of a worker, overlap, skewness, sum of all). There are none where a single step was profiled: `tensor_rows` has
+    it."""
     if profile.num_steps < 2:
         return ()
     rows = []
@@ -110,6 +114,7 @@ def remarks(profile: Profile) -> tuple[tuple[str, str], ...]:
 
 
 def _sums(profile: Profile) -> Sequence[int]:
+    """Returns the numbers of workers for which sums of gradients were measured."""
     return [m for m, _ in profile.tensors[0].steps[0].unions if m > 1] if profile.tensors else []
 
 

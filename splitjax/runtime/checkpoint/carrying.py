@@ -21,9 +21,9 @@ from splitjax.codec import Codec, Wording
 from splitjax.errors import CheckpointError
 from splitjax.plan import Spec
 from splitjax.planning.carried import Carried
-from splitjax.runtime.checkpoint.state_match import LEAF_FORM, Leaf, describe, reject_consumed
+from splitjax.runtime.checkpoint.state_match import LEAF_FORM, StateLeaf, describe, reject_consumed
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 PREFIX = "splitjax_carried"  # of the names of its arrays
 
@@ -37,7 +37,7 @@ class CarriedParts:
     - `entry`: the JSON value for the checkpoint's description; None where nothing is carried.
     """
 
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[StateLeaf, ...] = ()
     arrays: Any = ()
     entry: Mapping[str, Any] | None = None
 
@@ -47,7 +47,7 @@ class _ArraysEntry:
     """Holds what a description says of the arrays of a `Carried`: their leaves, and under their `names` their layouts
     over the mesh."""
 
-    arrays: tuple[Leaf, ...]
+    arrays: tuple[StateLeaf, ...]
     names: tuple[str, ...]
     layouts: Mapping[str, Spec]
 
@@ -56,7 +56,7 @@ _JSON = Codec(
     _ArraysEntry,
     CheckpointError,
     Wording("a description of what the step carried", "restore another checkpoint, or the file from a copy"),
-    forms={Leaf: LEAF_FORM},
+    forms={StateLeaf: LEAF_FORM},
 )
 _OF_ARRAYS = tuple(field.name for field in dataclasses.fields(_ArraysEntry))
 
@@ -101,7 +101,7 @@ def put_together(entry: Mapping[str, Any] | None, arrays: Any) -> Carried | None
 
 
 def _target(
-    leaf: Leaf, layout: Spec | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+    leaf: StateLeaf, layout: Spec | None, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 ) -> jax.ShapeDtypeStruct | np.ndarray:
     """Returns what `leaf` is read into: laid out over `mesh` by `layout`, the mesh axes of each dim, where the mesh has
     these axes and they divide the dims; an array of the host otherwise."""

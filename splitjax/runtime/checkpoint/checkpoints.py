@@ -28,10 +28,10 @@ from splitjax.runtime.checkpoint.failures import failure, shorten
 from splitjax.runtime.checkpoint.options import CheckpointOptions, Restored
 from splitjax.runtime.checkpoint.reading import read_checkpoint
 from splitjax.runtime.checkpoint.state_io import ArrayWriter, check_targets, quiet_orbax
-from splitjax.runtime.checkpoint.state_match import Leaf, describe, reject_consumed
+from splitjax.runtime.checkpoint.state_match import StateLeaf, describe, reject_consumed
 from splitjax.runtime.launch.peers import Peers, of_any
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 # Shares of the timeout after which writing, collecting the processes' reports, and sealing have failed: each leaves the
 # next one time, so that all processes know the end of a save when the timeout is over.
@@ -305,7 +305,7 @@ class Checkpoints:
 
     # In every process.
 
-    def _start(self, save: _Save, leaves: Sequence[Leaf], state: Any) -> tuple[ArrayWriter | None, str | None]:
+    def _start(self, save: _Save, leaves: Sequence[StateLeaf], state: Any) -> tuple[ArrayWriter | None, str | None]:
         if not save.folder.is_dir():
             return None, f"sees no folder {save.folder}: all processes need a file system that they share"
         try:

@@ -14,7 +14,7 @@ from splitjax.runtime.checkpoint import folder as folders
 from splitjax.runtime.checkpoint import integrity
 from splitjax.runtime.checkpoint.description import Description
 from splitjax.runtime.checkpoint.options import CheckpointOptions
-from splitjax.runtime.checkpoint.state_match import Leaf, compare
+from splitjax.runtime.checkpoint.state_match import StateLeaf, compare
 
 Skipped = list[tuple[int, str]]
 
@@ -35,7 +35,7 @@ def newest_good(folder: Path) -> tuple[int | None, Skipped]:
     return _newest(folder, integrity.find_damage)
 
 
-def choose(folder: Path, wanted: Sequence[Leaf], step: int | None) -> tuple[int, Skipped]:
+def choose(folder: Path, wanted: Sequence[StateLeaf], step: int | None) -> tuple[int, Skipped]:
     """Returns the newest step in a `folder` without damage, or the given `step`, if it holds the state whose leaves are
     `wanted`; and the newer ones with what is wrong.
 
@@ -101,7 +101,7 @@ def _newest(
     return None, skipped
 
 
-def _refuse(path: Path, wanted: Sequence[Leaf]) -> None:
+def _refuse(path: Path, wanted: Sequence[StateLeaf]) -> None:
     """Raises `CheckpointError` where a checkpoint holds another state than the wanted one."""
     differences = compare(Description.read(path / folders.DESCRIPTION).leaves, wanted)
     if not differences:

@@ -9,7 +9,7 @@ from typing import Any
 
 from splitjax.codec import Codec, Wording, without_nones
 from splitjax.errors import CheckpointError
-from splitjax.runtime.checkpoint.state_match import LEAF_FORM, Leaf
+from splitjax.runtime.checkpoint.state_match import LEAF_FORM, StateLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Description:
     """
 
     step: int
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StateLeaf, ...]
     extra: Mapping[str, Any]
     carried: Mapping[str, Any] | None = None
 
@@ -43,7 +43,7 @@ _JSON = Codec(
     Description,
     CheckpointError,
     Wording("a description of a checkpoint", "restore another checkpoint, or the file from a copy"),
-    forms={Leaf: LEAF_FORM, Description: without_nones("carried")},
+    forms={StateLeaf: LEAF_FORM, Description: without_nones("carried")},
 )
 
 

@@ -167,7 +167,7 @@ class FolderLock:
     def __init__(self, folder: Path):
         self._folder = folder
         self._descriptor: int | None = None
-        self.is_held = False
+        self.is_held: bool = False
 
     def acquire(self) -> bool:
         """Tries to get the lock, without waiting, and returns whether this process has it now. Raises `OSError`."""

@@ -14,11 +14,11 @@ from splitjax.runtime.checkpoint.carrying import put_together, targets
 from splitjax.runtime.checkpoint.description import Description
 from splitjax.runtime.checkpoint.options import Restored
 from splitjax.runtime.checkpoint.state_io import read_arrays
-from splitjax.runtime.checkpoint.state_match import Leaf
+from splitjax.runtime.checkpoint.state_match import StateLeaf
 
 
 def read_checkpoint(
-    path: Path, step: int, like: Any, wanted: Sequence[Leaf], skipped: tuple[tuple[int, str], ...]
+    path: Path, step: int, like: Any, wanted: Sequence[StateLeaf], skipped: tuple[tuple[int, str], ...]
 ) -> Restored:
     """Reads the checkpoint of a `step` in the folder `path` into the structure of `like`, whose leaves are `wanted`.
     `skipped` goes into the result. Raises `CheckpointError` for a damaged manifest, and whatever reading raises."""

@@ -25,7 +25,7 @@ from etils import epath
 
 from splitjax import _compat
 from splitjax.errors import CheckpointError
-from splitjax.runtime.checkpoint.state_match import PYTHON_TYPES, Leaf, is_key
+from splitjax.runtime.checkpoint.state_match import PYTHON_TYPES, StateLeaf, is_key
 
 
 class ArrayWriter:
@@ -38,7 +38,7 @@ class ArrayWriter:
     - `state`: a pytree of arrays, numbers and strings.
     """
 
-    def __init__(self, folder: Path, leaves: Sequence[Leaf], state: Any):
+    def __init__(self, folder: Path, leaves: Sequence[StateLeaf], state: Any):
         """Copies to the host and starts writing. Once this returns, the state's arrays may be donated."""
         self._folder = epath.Path(folder)
         self._handler = _handler()
@@ -70,7 +70,7 @@ class ArrayWriter:
             self._handler.finalize(self._folder)
 
 
-def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence[Leaf]) -> Any:
+def read_arrays(folder: Path, saved: Sequence[StateLeaf], like: Any, wanted: Sequence[StateLeaf]) -> Any:
     """Reads the state that lies in a `folder` into the structure, kinds of leaves and shardings of `like`. `saved`
     describes the leaves in the folder, `wanted` those of `like`; the two agree.
 
@@ -88,7 +88,7 @@ def read_arrays(folder: Path, saved: Sequence[Leaf], like: Any, wanted: Sequence
     return jax.tree.unflatten(tree, [_restored(leaf, target, arrays.get(leaf.path)) for leaf, target in pairs])
 
 
-def check_targets(wanted: Sequence[Leaf], like: Any) -> None:
+def check_targets(wanted: Sequence[StateLeaf], like: Any) -> None:
     """Raises `CheckpointError` where JAX would narrow a leaf on the way into an array of `like`, whose leaves are
     `wanted`."""
     for leaf, target in zip(wanted, jax.tree.leaves(like)):
@@ -119,7 +119,8 @@ def _storable(value: Any) -> jax.Array | np.ndarray:
 
 
 def _is_local(array_or_sharding: Any) -> bool:
-    """Whether an array of a run of several processes is this process's alone: orbax takes such ones for a mistake."""
+    """Tells whether an array of a run of several processes is this process's alone: orbax takes such ones for a
+    mistake."""
     return jax.process_count() > 1 and array_or_sharding.is_fully_addressable
 
 
@@ -139,7 +140,7 @@ def _stored_sharding(target: Any) -> Any | None:
     return sharding
 
 
-def _restore_args(leaf: Leaf, target: Any) -> Any:
+def _restore_args(leaf: StateLeaf, target: Any) -> Any:
     """Returns orbax's arguments for reading the `leaf` that becomes `target`."""
     sharding = _stored_sharding(target)
     if sharding is None:
@@ -151,7 +152,7 @@ def _restore_args(leaf: Leaf, target: Any) -> Any:
     )
 
 
-def _restored(leaf: Leaf, target: Any, array: Any) -> Any:
+def _restored(leaf: StateLeaf, target: Any, array: Any) -> Any:
     """Returns the `leaf` as what `target` is, from the `array` that was read; None for a leaf without one."""
     if leaf.dtype == "str":
         return leaf.value

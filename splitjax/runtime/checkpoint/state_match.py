@@ -1,7 +1,7 @@
 """Describes a state as data, path, shape and dtype of every leaf, and says how two states differ.
 
-A pytree goes in, a tuple of `Leaf`s comes out, which is kept beside the arrays of a checkpoint. So a state that is not
-the one that was saved is refused, by the path of the first leaf that differs, before any array is read.
+A pytree goes in, a tuple of `StateLeaf`s comes out, which is kept beside the arrays of a checkpoint. So a state that is
+not the one that was saved is refused, by the path of the first leaf that differs, before any array is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PYTHON_TYPES = (bool, int, float, str)
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StateLeaf:
     """Describes a leaf of a state.
 
     **Arguments:**
@@ -51,7 +51,7 @@ class Leaf:
 
 
 # How a leaf stands in JSON: without the fields that only few leaves have.
-LEAF_FORM: Form[Leaf] = without_nones("key_impl", "value")
+LEAF_FORM: Form[StateLeaf] = without_nones("key_impl", "value")
 
 
 def is_key(leaf: Any) -> bool:
@@ -60,7 +60,7 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def describe(state: Any) -> tuple[Leaf, ...]:
+def describe(state: Any) -> tuple[StateLeaf, ...]:
     """Returns the leaves of a `state`, a pytree of arrays, shapes and Python values, in the order of `jax.tree.leaves`.
 
     Raises `CheckpointError` for a leaf that cannot be kept: an object, a function, an array of strings.
@@ -70,7 +70,7 @@ def describe(state: Any) -> tuple[Leaf, ...]:
     return tuple(_describe_leaf(name, leaf) for name, (_, leaf) in zip(names, paths_and_leaves))
 
 
-def reject_consumed(leaves: Sequence[Leaf], state: Any) -> None:
+def reject_consumed(leaves: Sequence[StateLeaf], state: Any) -> None:
     """Raises `CheckpointError` for an array of the `state`, whose leaves are `leaves`, that is not there any more."""
     for leaf, value in zip(leaves, jax.tree.leaves(state)):
         if isinstance(value, jax.Array) and value.is_deleted():
@@ -82,7 +82,7 @@ def reject_consumed(leaves: Sequence[Leaf], state: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class LeafDifference:
     """Names a place where a saved state is not the wanted one.
 
     - `path`: of the leaf.
@@ -90,8 +90,8 @@ class Difference:
     """
 
     path: str
-    saved: Leaf | None
-    wanted: Leaf | None
+    saved: StateLeaf | None
+    wanted: StateLeaf | None
 
     def __str__(self) -> str:
         if self.saved is None:
@@ -101,7 +101,7 @@ class Difference:
         return f"{self.path}: saved {self.saved}, wanted {self.wanted}"
 
 
-def compare(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> tuple[Difference, ...]:
+def compare(saved: Sequence[StateLeaf], wanted: Sequence[StateLeaf]) -> tuple[LeafDifference, ...]:
     """Returns all differences between the leaves `saved` and `wanted` in path, shape and dtype: first those at wanted
     leaves, in their order, then the leaves that only were saved."""
     by_path = {leaf.path: leaf for leaf in saved}
@@ -110,19 +110,19 @@ def compare(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> tuple[Difference, 
     for leaf in wanted:
         saved_leaf = by_path.get(leaf.path)
         if saved_leaf is None or (saved_leaf.shape, saved_leaf.dtype) != (leaf.shape, leaf.dtype):
-            differences.append(Difference(leaf.path, saved_leaf, leaf))
-    differences += [Difference(leaf.path, leaf, None) for leaf in saved if leaf.path not in wanted_paths]
+            differences.append(LeafDifference(leaf.path, saved_leaf, leaf))
+    differences += [LeafDifference(leaf.path, leaf, None) for leaf in saved if leaf.path not in wanted_paths]
     return tuple(differences)
 
 
-def _describe_leaf(path: str, leaf: Any) -> Leaf:
+def _describe_leaf(path: str, leaf: Any) -> StateLeaf:
     if isinstance(leaf, PYTHON_TYPES) and not isinstance(leaf, np.generic):  # numpy.float64 is a Python float as well
         # A Python number is described as the array that it becomes in a step, so that it is restored into one.
         dtype = "str" if isinstance(leaf, str) else jax.dtypes.canonicalize_dtype(type(leaf)).name
-        return Leaf(path, (), dtype, value=leaf)
+        return StateLeaf(path, (), dtype, value=leaf)
     if is_key(leaf):
         impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
-        return Leaf(path, tuple(leaf.shape), str(leaf.dtype), key_impl=impl)
+        return StateLeaf(path, tuple(leaf.shape), str(leaf.dtype), key_impl=impl)
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape") or not _is_storable(np.dtype(dtype)):
         raise CheckpointError(
@@ -131,11 +131,11 @@ def _describe_leaf(path: str, leaf: Any) -> Leaf:
             place=path,
             remedy="keep it out of the state, or save it in `extra` as JSON values",
         )
-    return Leaf(path, tuple(leaf.shape), np.dtype(dtype).name)
+    return StateLeaf(path, tuple(leaf.shape), np.dtype(dtype).name)
 
 
 def _is_storable(dtype: np.dtype) -> bool:
-    """Whether TensorStore, which writes the arrays, knows a dtype."""
+    """Tells whether TensorStore, which writes the arrays, knows a dtype."""
     import tensorstore
 
     try:

@@ -1,7 +1,7 @@
-"""The processes of a run: joined, started, watched, told from each other, ended together.
+"""Joins, starts and watches the processes of a run, tells them from each other, and ends them together.
 
-A command and a number of processes come in; an `Outcome` with every worker's end comes out. What a worker needs to join
-(`initialize`) is light, because `import splitjax` goes through it.
+A command and a number of processes come in; a `LaunchOutcome` with every worker's end comes out. What a worker needs to
+join (`initialize`) is light, because `import splitjax` goes through it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,10 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells have it
 
 
 def main() -> None:
+    """Becomes the command on the command line, after it is made sure that this process ends with its launcher.
+
+    `sys.argv` has the launcher's process id, the address that the host name is to mean (`-` for none), and the command.
+    """
     launcher, address, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

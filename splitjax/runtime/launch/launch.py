@@ -20,7 +20,14 @@ from typing import Any
 from splitjax.runtime.launch import workers as processes
 from splitjax.runtime.launch.config import LaunchConfig
 from splitjax.runtime.launch.initialize import NETWORK_DEVICE
-from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, Attempt, Outcome, failure_text, signal_name, unusual_text
+from splitjax.runtime.launch.outcome import (
+    LEFT_ON_SIGTERM,
+    LaunchAttempt,
+    LaunchOutcome,
+    failure_text,
+    signal_name,
+    unusual_text,
+)
 from splitjax.runtime.launch.output import Console, Output, make_log_dir
 from splitjax.runtime.launch.watch import Event, Watch
 from splitjax.runtime.launch.workers import Worker
@@ -66,24 +73,23 @@ class Run:
     """
 
     def __init__(self, config: LaunchConfig, command: tuple[str, ...], base: Mapping[str, str], console: Console):
-        self.config, self.workers = config, ()
+        self.config: LaunchConfig = config
+        self.workers: tuple[Worker, ...] = ()
         self._command, self._base, self._console = command, base, console
         self._stop_signal: int | None = None
         self._killed = False
-        self._outcome: Outcome | None = None
+        self._outcome: LaunchOutcome | None = None
         self._error: BaseException | None = None
         self._started = threading.Event()
         # One thread starts all workers of all attempts: the kernel kills a worker with the thread that started it.
         self._thread = threading.Thread(target=self._main, name="splitjax-launch", daemon=True)
-        self.network = (
+        self.network: Network | None = (
             None if config.bandwidth is None else Network(config.num_processes, parse_bandwidth(config.bandwidth))
         )
         self._thread.start()
         self._started.wait()
         if self._error is not None:
             self.wait()
-
-    workers: tuple[Worker, ...]
 
     def stop(self, signal_number: int = SIGTERM) -> None:
         """Asks all workers to save and exit, by SIGTERM; kills them `stop_timeout_seconds` later. `signal_number`: what
@@ -96,7 +102,7 @@ class Run:
         self._killed = True
         self.stop()
 
-    def wait(self, timeout_seconds: float | None = None) -> Outcome | None:
+    def wait(self, timeout_seconds: float | None = None) -> LaunchOutcome | None:
         """Blocks until the run is over and returns how it went; None if it still goes on after `timeout_seconds`."""
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
@@ -107,7 +113,7 @@ class Run:
 
     def _main(self) -> None:
         guard: processes.Guard | None = None
-        attempts: list[Attempt] = []
+        attempts: list[LaunchAttempt] = []
         try:
             guard = processes.Guard()
             while True:
@@ -116,7 +122,9 @@ class Run:
                 )
                 if not self._again(attempts[-1]):
                     break
-            self._outcome = Outcome(tuple(attempts), self._stop_signal, self.network.traffic() if self.network else ())
+            self._outcome = LaunchOutcome(
+                tuple(attempts), self._stop_signal, self.network.traffic() if self.network else ()
+            )
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
@@ -126,8 +134,8 @@ class Run:
                 self.network.close()
             self._started.set()
 
-    def _again(self, attempt: Attempt) -> bool:
-        """Whether to start all workers once more; says why."""
+    def _again(self, attempt: LaunchAttempt) -> bool:
+        """Decides whether to start all workers once more; says why."""
         say, restarts = self._console.say, self.config.restarts
         if attempt.failed is not None:
             say(failure_text(attempt))
@@ -151,7 +159,7 @@ class Run:
         say(f"starting all workers again: restart {attempt.number + 1} of {restarts}")
         return True
 
-    def _attempt(self, number: int, guard: processes.Guard, failed_unix_seconds: float | None) -> Attempt:
+    def _attempt(self, number: int, guard: processes.Guard, failed_unix_seconds: float | None) -> LaunchAttempt:
         config = self.config
         coordinator = self._coordinator()
         output = Output(self._console, config.log_dir, number)

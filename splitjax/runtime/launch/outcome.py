@@ -53,7 +53,7 @@ class WorkerExit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class LaunchAttempt:
     """Holds a start of all workers, until the last of them ended.
 
     - `number`: from 0.
@@ -100,7 +100,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """Holds how a launched run went.
 
     - `attempts`: every start of the workers.
@@ -108,7 +108,7 @@ class Outcome:
     - `traffic`: bytes per worker, in runs with a network of their own.
     """
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[LaunchAttempt, ...]
     stop_signal: int | None = None
     traffic: tuple[Traffic, ...] = ()
 
@@ -129,7 +129,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def failure_text(attempt: Attempt) -> str:
+def failure_text(attempt: LaunchAttempt) -> str:
     """Returns what the launcher says about an `attempt` that failed: the worker, its last lines, and the others in
     brief."""
     failed: Any = attempt.failed
@@ -147,7 +147,7 @@ def failure_text(attempt: Attempt) -> str:
     return "\n".join(lines)
 
 
-def unusual_text(attempt: Attempt) -> list[str]:
+def unusual_text(attempt: LaunchAttempt) -> list[str]:
     """Returns a line for each group of workers of an `attempt` that were asked to stop and did not simply do so."""
     return _in_brief([end for end in attempt.exits if end.code not in (0, LEFT_ON_SIGTERM, -signal.SIGTERM)])
 

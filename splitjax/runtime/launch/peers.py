@@ -29,7 +29,8 @@ class Peers:
     """
 
     def __init__(self, purpose: str):
-        self.rank, self.count = jax.process_index(), jax.process_count()
+        self.rank: int = jax.process_index()
+        self.count: int = jax.process_count()
         self._prefix = f"splitjax/{purpose}/{next(_numbers)}"
         self._client = _compat.coordination_client() if self.count > 1 else None
         self._topics = itertools.count()

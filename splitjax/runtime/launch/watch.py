@@ -9,7 +9,7 @@ from signal import SIGKILL, SIGTERM
 
 from splitjax.runtime.launch.config import LaunchConfig
 from splitjax.runtime.launch.initialize import ALIVE
-from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, Attempt, WorkerExit
+from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, LaunchAttempt, WorkerExit
 from splitjax.runtime.launch.output import Output
 from splitjax.runtime.launch.workers import Worker, is_running
 
@@ -144,7 +144,7 @@ class Watch:
                 f"the {seconds:g} s {what_for} were over: the rest was killed" if what_for else ""
             )
 
-    def attempt(self, number: int, *, stopped: bool) -> Attempt:
+    def attempt(self, number: int, *, stopped: bool) -> LaunchAttempt:
         """Returns what happened in attempt `number`, once nothing is running and all output is read. `stopped`: whether
         it was asked to stop."""
         exits = tuple(
@@ -160,4 +160,4 @@ class Watch:
         )
         first = next((end for end in exits if end.code and not end.killed), None)
         failed = first if first is not None and first.is_failure and not stopped else None
-        return Attempt(number, self._began_unix, self._failed_unix, exits, failed, self._reason)
+        return LaunchAttempt(number, self._began_unix, self._failed_unix, exits, failed, self._reason)

@@ -34,7 +34,9 @@ class Worker:
     """
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]):
-        self.rank, self.pid, self._process = rank, process.pid, process
+        self.rank: int = rank
+        self.pid: int = process.pid
+        self._process = process
 
     @property
     def out(self) -> IO[bytes]:
@@ -232,7 +234,7 @@ class Coordinator:
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             self._held.bind((host, 0))
-            self.address = f"{host}:{self._held.getsockname()[1]}"
+            self.address: str = f"{host}:{self._held.getsockname()[1]}"
             self._service = _compat.coordination_service(self.address, num_processes, heartbeat_seconds)
         except (OSError, RuntimeError) as error:
             self._held.close()

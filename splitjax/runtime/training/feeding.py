@@ -74,7 +74,7 @@ class Feed:
 
 
 def position_json(position: Any) -> Any:
-    """A position as it is saved."""
+    """Returns `position` as it is saved."""
     return position.to_json() if hasattr(position, "to_json") else position
 
 

@@ -22,7 +22,7 @@ FLUSH_SECONDS = 10.0
 
 
 @dataclasses.dataclass
-class Attempt:
+class RecordedAttempt:
     """Holds the times of a start of a run.
 
     - `begin_unix_seconds`, `end_unix_seconds`: when it began, and when it was last heard of.
@@ -53,7 +53,7 @@ class Ledger:
         self._file, self._clock = file, clock
         begin = clock() if begin_unix_seconds is None else begin_unix_seconds
         self._earlier = _read(file)
-        self._now = Attempt(begin, clock(), 0, -1, dict.fromkeys(PARTS, 0.0))
+        self._now = RecordedAttempt(begin, clock(), 0, -1, dict.fromkeys(PARTS, 0.0))
         self._flushed = begin
 
     def started(self, first_step: int) -> None:
@@ -119,7 +119,7 @@ class Summary:
         return f"goodput {self.goodput:.1%} of {self.total_seconds:.0f} s{tries}" + (f"; {rest}" if rest else "")
 
 
-def summarise(attempts: Sequence[Attempt]) -> Summary:
+def summarise(attempts: Sequence[RecordedAttempt]) -> Summary:
     """Adds up the `attempts` of a run, in order."""
     parts: dict[str, float] = dict.fromkeys(("step", *PARTS, "repeated", "restart"), 0.0)
     repeated_steps = 0
@@ -149,13 +149,13 @@ def summarise(attempts: Sequence[Attempt]) -> Summary:
 class _Attempts:
     """Holds what the file of a ledger says."""
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[RecordedAttempt, ...]
 
 
 _JSON = Codec(_Attempts, DataError, Wording("a ledger", "leave it out: a new one is begun"))
 
 
-def _read(file: pathlib.Path | None) -> tuple[Attempt, ...]:
+def _read(file: pathlib.Path | None) -> tuple[RecordedAttempt, ...]:
     if file is None or not file.exists():
         return ()
     try:

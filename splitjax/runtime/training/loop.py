@@ -25,7 +25,7 @@ import jax
 from splitjax.errors import TrainingError
 from splitjax.runtime.training.feeding import Feed, position_json
 from splitjax.runtime.training.ledger import Ledger
-from splitjax.runtime.training.metrics import Observer
+from splitjax.runtime.training.metrics import StepObserver
 from splitjax.runtime.training.profiling import Profile
 from splitjax.runtime.training.stepping import as_loop_step, stored_state
 from splitjax.runtime.training.stopping import StopRequest
@@ -97,7 +97,7 @@ def train(
     extra: Mapping[str, Any] | None = None,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     learning_rates: Sequence[float] | None = None,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[StepObserver] = (),
     stop: StopRequest | None = None,
     ledger: Ledger | None = None,
     profile: Profile | None = None,
@@ -177,7 +177,7 @@ def _next(feed: Feed, number: int, options: LoopOptions) -> tuple[Any, Any]:
 
 
 class _Loop:
-    """What the loop keeps beside the state: metrics on their way from the devices, and the mean loss since the last
+    """Keeps what the loop has beside the state: metrics on their way from the devices, and the mean loss since the last
     save."""
 
     def __init__(
@@ -186,7 +186,7 @@ class _Loop:
         options: LoopOptions,
         checkpoints: Saves | None,
         extra: dict[str, Any],
-        observers: Sequence[Observer],
+        observers: Sequence[StepObserver],
         ledger: Ledger,
         learning_rates: Sequence[float] | None,
     ):

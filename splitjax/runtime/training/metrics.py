@@ -16,12 +16,12 @@ from splitjax._files import write_atomically
 from splitjax.errors import DataError
 from splitjax.runtime.checkpoint.folder import set_aside
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 Row = Mapping[str, Any]  # "step" first; numbers, or None for what this step does not have
 
 
-class Observer(Protocol):
+class StepObserver(Protocol):
     """Hears about every step, in order, on process 0."""
 
     def step(self, row: Row) -> None:

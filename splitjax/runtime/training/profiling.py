@@ -43,6 +43,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
+        """Ends a trace that is under way."""
         if self._active:
             jax.profiler.stop_trace()
             self._active = False

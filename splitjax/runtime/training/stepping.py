@@ -29,7 +29,7 @@ _NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
 
 
 def as_loop_step(step: Callable[..., Any], state: Any) -> Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]:
-    """A step as `(state, batch) -> (state, metrics)`.
+    """Calls a step as `(state, batch) -> (state, metrics)`.
 
     **Arguments:**
 
@@ -86,7 +86,7 @@ def restore(
 
 
 def _has_static_halves(step: Any) -> bool:
-    """Whether states hold more than arrays, as Equinox modules do."""
+    """Tells whether states hold more than arrays, as Equinox modules do."""
     return isinstance(step, FilteredStep) and not step.changes_states
 
 

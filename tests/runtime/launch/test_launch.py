@@ -14,7 +14,7 @@ import pytest
 from splitjax.cli import main
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import launch
-from splitjax.runtime.launch.outcome import Attempt, Outcome, WorkerExit, failure_text
+from splitjax.runtime.launch.outcome import LaunchAttempt, LaunchOutcome, WorkerExit, failure_text
 from tests.runtime.conftest import command, is_alive, until
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['SPLITJAX_PROCESS_ID']); "
@@ -328,7 +328,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 def test_an_early_well_ended_worker_is_mentioned():
     well, failed = WorkerExit(1, 0, 1.0, False), WorkerExit(0, 1, 1.5, False, ("boom",))
-    text = failure_text(Attempt(0, 0.0, 1.5, (well, failed), failed))
+    text = failure_text(LaunchAttempt(0, 0.0, 1.5, (well, failed), failed))
     assert (
         "worker 0 failed after 1.5 s: exit code 1\nits last lines:\n    boom\nworker 1 had left with exit code 0 0.5 s"
         " before" in text
@@ -337,8 +337,8 @@ def test_an_early_well_ended_worker_is_mentioned():
 
 def test_status_of_an_outcome():
     end = WorkerExit(0, -11, 1.0, False)
-    assert Outcome((Attempt(0, 0.0, None, (end,), end),)).status == 139
-    assert Outcome((Attempt(0, 0.0, None, (end,), None),), signal.SIGINT).status == 130
+    assert LaunchOutcome((LaunchAttempt(0, 0.0, None, (end,), end),)).status == 139
+    assert LaunchOutcome((LaunchAttempt(0, 0.0, None, (end,), None),), signal.SIGINT).status == 130
 
 
 def test_help_is_one_page():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from splitjax.runtime.training.ledger import Attempt, Ledger, summarise
+from splitjax.runtime.training.ledger import Ledger, RecordedAttempt, summarise
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 
 
 def attempt(begin, end, first, last, **seconds):
-    return Attempt(begin, end, first, last, seconds)
+    return RecordedAttempt(begin, end, first, last, seconds)
 
 
 def test_what_no_part_took_went_into_steps():
