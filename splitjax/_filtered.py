@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from splitjax._filtered_call import Call
 from splitjax.compile.entry import CompileRecord
-from splitjax.compile.session import Kept
+from splitjax.compile.session import Session
 from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
 from splitjax.mesh import make_mesh
 from splitjax.parallel_step import ParallelStep
@@ -32,7 +32,7 @@ from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
-from splitjax.step.positions import Options, keyword_only, make_options, positional, with_states
+from splitjax.step.positions import ArgumentRoles, keyword_only, make_options, positional, with_states
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     def __init__(
         self,
         fn: Callable,
-        options: Options,
+        options: ArgumentRoles,
         keywords: dict[str, Any],
         state_outnums: Any = None,
         parent: FilteredStep[..., Any] | None = None,
@@ -74,7 +74,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         self._donates = parent is None and keywords["donate"]
         self._steps: dict[Any, ParallelStep] = {}
         self._latest: ParallelStep | None = None
-        self._kept = Kept()
+        self._kept = Session()
         self._log = CallLog()
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ArgumentRoles:
         """Says which arguments are states, batches and static, and which results are states; no state or batch
         arguments where the frontend finds them in a call."""
         given = self._state_outnums
@@ -366,7 +366,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
 _NUMBERS = ("state_argnums", "batch_argnums", "static_argnums", "static_argnames")
 
 
-def read_options(fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+def read_options(fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[ArgumentRoles, dict[str, Any]]:
     """Checks what a frontend's decorator was told, when it runs.
 
     **Arguments:**

@@ -53,7 +53,7 @@ from splitjax._nnx_graph import (
 from splitjax._static import Fixed, Static
 from splitjax.errors import DonatedStateError, StateError
 from splitjax.step.keywords import ParallelizeOptions, Positions, complete, show_signature
-from splitjax.step.positions import Default, Options, call_with, make_options, with_static_defaults
+from splitjax.step.positions import ArgumentRoles, Default, call_with, make_options, with_static_defaults
 
 __all__ = ["NNXStep", "grad", "parallelize", "value_and_grad"]
 
@@ -138,7 +138,7 @@ class NNXStep(FilteredStep[P, R]):
     def __init__(
         self,
         fn: Callable,
-        options: Options,
+        options: ArgumentRoles,
         keywords: dict[str, Any],
         state_outnums: Any,
         given: _Given,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple
 import jax
 
 from splitjax import _compat
-from splitjax.compile.entry import CompileRecord, Entry, Recipe, trace_error
+from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_error
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
@@ -28,7 +28,7 @@ from splitjax.planning.carried import Carried
 from splitjax.step.arguments import argument_names
 from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
-from splitjax.step.positions import Options, make_options, positional
+from splitjax.step.positions import ArgumentRoles, make_options, positional
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ParallelStep(Generic[P, R]):
         return self._programs.mesh
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ArgumentRoles:
         """Says which arguments are states, batches and static, and which results are states."""
         return self._recipe.options
 
@@ -305,7 +305,7 @@ class ParallelStep(Generic[P, R]):
         """The profile of calls given by their arguments."""
         from splitjax.measure.profiling import profile_calls
 
-        def entry_of(args: tuple) -> Entry:
+        def entry_of(args: tuple) -> CompiledEntry:
             self._states.check(args)
             return self._programs.entry(args)
 
@@ -374,7 +374,7 @@ class ParallelStep(Generic[P, R]):
         Raises `SyncError` at the next call for residuals of other tables."""
         self._programs.resume(carried)
 
-    def _run(self, entry: Entry, args: tuple[Any, ...]) -> Any:
+    def _run(self, entry: CompiledEntry, args: tuple[Any, ...]) -> Any:
         if self._recipe.verify is not None and id(entry) not in self._verified:
             self._verify_first(args)
         return self._programs.run(entry, args)
@@ -387,7 +387,7 @@ class ParallelStep(Generic[P, R]):
         self._verified |= {entry.bound.signature, id(entry)}
 
     @property
-    def _last(self) -> Entry | None:
+    def _last(self) -> CompiledEntry | None:
         """The plan and program used last."""
         return self._programs.last
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax.schedule import Job, Place, RayEngine
-from splitjax.schedule.execution.engine import Kind, Program, Report, StepOrder
+from splitjax.schedule.execution.engine import Kind, Program, StepOrder, WorkerReport
 from splitjax.schedule.model.jobs import STORAGE
 
 
@@ -158,7 +158,7 @@ class LastingEngine:
             folders,
         )
         self._workers = {number: job.num_workers for number, job in enumerate(jobs)}
-        self._reports: collections.deque[Report] = collections.deque()
+        self._reports: collections.deque[WorkerReport] = collections.deque()
         self._seed = 0
         # of the run's numbers, the numbers of the processes; they differ where a run has another order
         self._job_of: dict[int, int] = {}
@@ -198,7 +198,7 @@ class LastingEngine:
             else:
                 self._reports.append(self._of_run(report))
 
-    def _of_run(self, report: Report) -> Report:
+    def _of_run(self, report: WorkerReport) -> WorkerReport:
         job = next(job for job, inner in self._job_of.items() if inner == report.job)
         return dataclasses.replace(report, job=job, attempt=self._attempt[job])
 
@@ -210,7 +210,7 @@ class LastingEngine:
             self._restore(inner)
             self._await(Kind.STAGED, self._workers[inner])
         self._attempt[job] = places[0].attempt
-        self._reports.append(Report(Kind.STARTED, job, places[0].attempt, number=self._saved[job]))
+        self._reports.append(WorkerReport(Kind.STARTED, job, places[0].attempt, number=self._saved[job]))
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
         self._inner.stage(self._job_of[job], worker, number, resource)
@@ -225,7 +225,7 @@ class LastingEngine:
     def stop(self, job: int) -> None:
         pass  # its processes stay, idle
 
-    def next(self, timeout_seconds: float) -> Report | None:
+    def next(self, timeout_seconds: float) -> WorkerReport | None:
         if self._reports:
             return self._reports.popleft()
         report = self._inner.next(timeout_seconds)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from splitjax.data import Dataset, Position
     from splitjax.runtime.checkpoint import Checkpoints
     from splitjax.runtime.training.ledger import Ledger
-    from splitjax.runtime.training.loop import Outcome
+    from splitjax.runtime.training.loop import TrainingOutcome
     from splitjax.runtime.training.stopping import StopRequest
 
 # What decides which examples a step sees: a run that changes one of these is another run.
@@ -217,7 +217,7 @@ class _TrainingRun:
         done: int,
         stop: StopRequest,
         ledger: Ledger,
-    ) -> Outcome:
+    ) -> TrainingOutcome:
         from splitjax.cli._train_parts import Evaluation
         from splitjax.data import prefetch
         from splitjax.runtime.training.loop import LoopOptions, train
@@ -276,7 +276,7 @@ class _TrainingRun:
                 stack.callback(made[-1].close)
         return made
 
-    def _close(self, outcome: Outcome, stop: StopRequest, ledger: Ledger) -> int:
+    def _close(self, outcome: TrainingOutcome, stop: StopRequest, ledger: Ledger) -> int:
         ledger.flush()
         row = outcome.row
         tested = (

@@ -1,8 +1,8 @@
 """Builds a signature of a step: traces it, plans it and wraps it for `jax.jit`.
 
-A `Recipe` (what the decorator was told), a mesh and a call taken apart come in; an `Entry` comes out, which holds the
-trace, the plan and the program. It is where the rooms below meet: tracing, planning, lowering and programs each know
-nothing of the order in which they run.
+A `Recipe` (what the decorator was told), a mesh and a call taken apart come in; a `CompiledEntry` comes out, which
+holds the trace, the plan and the program. It is where the rooms below meet: tracing, planning, lowering and programs
+each know nothing of the order in which they run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
 from splitjax.lower.products.exchange import derive_exchanges, weight_uses
-from splitjax.lower.products.layout import Layout, SiteDecisions, named_sharding
+from splitjax.lower.products.layout import SiteDecisions, StepLayout, named_sharding
 from splitjax.lower.products.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.products.scatter import derive_scatters, pin_gradients
 from splitjax.lower.products.sharded_dims import ShardedDims
@@ -38,14 +38,14 @@ from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import LeafPlan, Plan, Spec, SyncPlan
 from splitjax.planning.group_comm import choose, crosses
-from splitjax.planning.observing import Decision
+from splitjax.planning.observing import TableDecision
 from splitjax.planning.partial_plan import with_partial
 from splitjax.planning.pinning import pins_tables, synchronised
 from splitjax.planning.planning import follow_plan, make_plan, pin_plan
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text
 from splitjax.step.arguments import Bound, abstract
-from splitjax.step.positions import Options, call_with, keyword_only
+from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
 from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph
@@ -70,7 +70,7 @@ class Recipe:
     """
 
     fn: Callable[..., Any]
-    options: Options
+    options: ArgumentRoles
     rules: RuleSet
     pinned: Plan | None
     donate: bool
@@ -118,7 +118,7 @@ class CompileRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CompiledEntry:
     """Holds a signature of a step, with its plan and its program.
 
     **Attributes:**
@@ -212,7 +212,7 @@ class KnownTables:
     - `observes`: whether to build the program of the first steps, whatever is known.
     """
 
-    decision: Decision | None = None
+    decision: TableDecision | None = None
     carried: Sequence[SyncPlan] = ()
     observes: bool = False
 
@@ -224,7 +224,7 @@ def build_entry(
     layouts: Mapping[str, LeafPlan] | None,
     tables: KnownTables | None = None,
     matched: Mapping[int, int] | None = None,
-) -> Entry:
+) -> CompiledEntry:
     """Builds the entry of a call: traces the step, matches its states, makes the graph and the plan, wraps it for
     `jax.jit`.
 
@@ -288,7 +288,7 @@ def build_entry(
             partial, PartialHooks(partial, jaxpr, lowered_step, sparse, hook), lowered, programs
         )
     observing = sparse is not None and bool(sparse.tables) and decision is None
-    return Entry(
+    return CompiledEntry(
         bound,
         graph,
         plan,
@@ -368,7 +368,7 @@ def _follow(graph: Graph, layouts: Mapping[str, LeafPlan]) -> dict[str, Spec]:
     return specs
 
 
-def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
+def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> StepLayout:
     """Derives from a plan what evaluation does at each site: constraints, exchanges, rewrites."""
     arguments = graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch
     exchanges = derive_exchanges(*arguments)
@@ -377,7 +377,7 @@ def _layout(mesh: Mesh, plan: Plan, graph: Graph) -> Layout:
     sharded = ShardedDims.of(graph, plan.leaves, plan.batch_axes)
     reached = reached_suspects(graph, plan.mesh, sharded, convolutions)
     split_sites = {suspect.site for suspects in reached.values() for suspect in suspects}
-    return Layout.of(
+    return StepLayout.of(
         mesh,
         (*plan.constraints, *pin_gradients(graph, plan.leaves)),
         SiteDecisions(

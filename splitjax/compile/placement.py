@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from splitjax.compile.entry import Entry, Recipe
+from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
 from splitjax.lower.products.layout import named_sharding
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
 
 Arguments = tuple[Any, ...]
-EntryFor = Callable[[Arguments], Entry]  # the entry of a step for positional arguments
+EntryFor = Callable[[Arguments], CompiledEntry]  # the entry of a step for positional arguments
 
 
 def init_state(
@@ -129,7 +129,7 @@ def _planned(
     return strong, shardings[0] if single else type(abstract)(shardings)
 
 
-def _shardings(entry: Entry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:
+def _shardings(entry: CompiledEntry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:
     """Returns the plan's shardings of every state, as a pytree each."""
     out = []
     for number in recipe.options.state_argnums:

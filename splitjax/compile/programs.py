@@ -19,7 +19,7 @@ from splitjax.lower.products.layout import named_sharding
 from splitjax.lower.products.scatter import updated_in_parts
 from splitjax.plan import Plan
 from splitjax.step.arguments import Bound, bind
-from splitjax.step.positions import Options
+from splitjax.step.positions import ArgumentRoles
 
 
 class StepProgram(Protocol):
@@ -43,7 +43,7 @@ class DecoratedFunction(Protocol):
         ...
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ArgumentRoles:
         """Returns which of its arguments are state, batch and static."""
         ...
 

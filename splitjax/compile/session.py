@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from splitjax.compile.entry import Entry
+from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import DonatedStateError, SyncError
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.planning.carried import Residual, Seen, inputs_of
-from splitjax.planning.observing import Observer
+from splitjax.planning.observing import TableObserver
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
 
 @dataclasses.dataclass
-class Kept:
+class Session:
     """Keeps what a step has between calls; `carried.Carried` is this and the observers as a value.
 
     **Attributes:**
@@ -40,16 +40,16 @@ class Kept:
     resumed: dict[str, Seen] = dataclasses.field(default_factory=dict)
     num_steps: int = 0
 
-    def observer(self, entry: Entry) -> Observer:
+    def observer(self, entry: CompiledEntry) -> TableObserver:
         """Makes the observer of the steps of `entry`: it has seen nothing, or what the resumed run saw of them."""
         seen = self.resumed.get(inputs_of(entry.bound, entry.mesh))
         if seen is None or entry.sparse is None or bool(seen.syncs) == entry.observes:
-            return Observer()
+            return TableObserver()
         if entry.observes and not _observed_alike(seen, entry.sparse):
-            return Observer()
-        return Observer.of(seen)
+            return TableObserver()
+        return TableObserver.of(seen)
 
-    def residuals_of(self, entry: Entry) -> dict[str, Residual]:
+    def residuals_of(self, entry: CompiledEntry) -> dict[str, Residual]:
         """Returns the residuals that the program of `entry` takes, by table, laid out for it: zeros at first."""
         for param in set(self.residuals) - set(entry.residuals):
             logger.warning(
@@ -107,7 +107,7 @@ def _laid_out(param: str, held: Residual, wanted: jax.ShapeDtypeStruct) -> jax.A
 
 
 def merged(
-    seen: Mapping[str, Seen], entries: Mapping[Any, Entry], observers: Mapping[Any, Observer]
+    seen: Mapping[str, Seen], entries: Mapping[Any, CompiledEntry], observers: Mapping[Any, TableObserver]
 ) -> dict[str, Seen]:
     """Returns what is known of the tables of every signature (`carried.inputs_of`).
 

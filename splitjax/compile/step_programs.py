@@ -16,12 +16,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import CompileRecord, Entry, KnownTables, Recipe, build_entry
-from splitjax.compile.session import Kept, merged
+from splitjax.compile.entry import CompiledEntry, CompileRecord, KnownTables, Recipe, build_entry
+from splitjax.compile.session import Session, merged
 from splitjax.mesh import make_mesh
 from splitjax.plan import LeafPlan, SyncPlan
 from splitjax.planning.carried import Carried, inputs_of
-from splitjax.planning.observing import Decision, Observer, decide
+from splitjax.planning.observing import TableDecision, TableObserver, decide
 from splitjax.planning.pinning import pins_tables
 from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
@@ -48,20 +48,20 @@ class StepPrograms:
         self._recipe = recipe
         self._mesh_request = mesh
         self._training = training
-        self.last: Entry | None = None
+        self.last: CompiledEntry | None = None
         self.compiles: list[CompileRecord] = []
-        self.kept: Kept = Kept()
-        self._entries: dict[Signature, Entry] = {}
+        self.kept: Session = Session()
+        self._entries: dict[Signature, CompiledEntry] = {}
         self._agreed: set[int] = set()  # programs that all processes were found to share
-        self._observers: dict[Signature, Observer] = {}  # where tables are synchronised by rows
-        self._first: dict[Signature, Entry] = {}  # the programs of their first steps
+        self._observers: dict[Signature, TableObserver] = {}  # where tables are synchronised by rows
+        self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The mesh, made when it is first needed."""
         return self._training.mesh if self._training is not None else make_mesh(self._mesh_request)
 
-    def entry(self, args: tuple[Any, ...]) -> Entry:
+    def entry(self, args: tuple[Any, ...]) -> CompiledEntry:
         """Returns plan and program for the signature of a call with `args`, built when it is new. Raises what tracing
         and planning raise."""
         reject_mutating_modules(args, self._recipe.name)
@@ -74,7 +74,7 @@ class StepPrograms:
         self.last = entry
         return entry
 
-    def settled(self, entry: Entry) -> Entry:
+    def settled(self, entry: CompiledEntry) -> CompiledEntry:
         """Returns the entry that the signature of `entry` runs from now on: a new one, once the first steps of its
         tables were observed."""
         if entry.sparse is None:
@@ -101,7 +101,7 @@ class StepPrograms:
         self._entries[signature] = self.last = entry
         return entry
 
-    def run(self, entry: Entry, args: tuple[Any, ...]) -> Any:
+    def run(self, entry: CompiledEntry, args: tuple[Any, ...]) -> Any:
         """Runs the program that `entry` has for the next step on the arguments `args` of a call, and keeps what it
         observed and what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments
         are not the entry's."""
@@ -119,7 +119,7 @@ class StepPrograms:
         self._observers[entry.bound.signature].note(observed)
         return result
 
-    def across_processes(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Entry]:
+    def across_processes(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], CompiledEntry]:
         """Returns `args` as global arrays, and the entry that takes them, for a call in a run of several processes.
         Raises `ProcessError` where they are about to do different things."""
         entry = self.settled(self.entry(args))
@@ -162,7 +162,7 @@ class StepPrograms:
         """Returns path -> plan of every state leaf of the plan used last, for steps made by `like`."""
         return {} if self.last is None else {leaf.path: leaf for leaf in self.last.plan.leaves if leaf.is_state}
 
-    def _observing(self, entry: Entry) -> Entry:
+    def _observing(self, entry: CompiledEntry) -> CompiledEntry:
         """The program of an entry's first steps."""
         signature = entry.bound.signature
         if signature not in self._first:
@@ -172,12 +172,12 @@ class StepPrograms:
     def _build(
         self,
         bound: Bound,
-        decision: Decision | None = None,
+        decision: TableDecision | None = None,
         reason: str = "",
         *,
         carried: Sequence[SyncPlan] = (),
         observes: bool = False,
-    ) -> Entry:
+    ) -> CompiledEntry:
         """Builds the entry for a signature (`build_entry` has the arguments), and records why."""
         started = time.perf_counter()
         layouts = None if self._training is None else self._training.layouts()

@@ -29,7 +29,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from splitjax.cost.convolutions import derive_convolutions
-from splitjax.cost.flow import Axes, Flow, flows, linked, used_axes
+from splitjax.cost.flow import Axes, WeightFlow, flows, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.mesh import MeshShape
@@ -154,7 +154,7 @@ def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
     return (event,)
 
 
-def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving
     it."""
     flow = chain[i]
@@ -171,7 +171,7 @@ def _activations(i: int, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Ev
     yield from _leave_column(flow, chain, mesh)
 
 
-def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what enters a column-parallel use: it needs whole features, and each device has a summand of their
     cotangent."""
     axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
@@ -206,7 +206,7 @@ def _enter_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
         yield "reduce_scatter", axes, whole, _RETURN, BACKWARD
 
 
-def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what enters a row-parallel use: it needs its slice of the features, which a column-parallel producer
     leaves in place."""
     axes = flow.contracted
@@ -228,7 +228,7 @@ def _enter_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
         yield "all_to_all", axes, flow.data_share_bytes, _RETURN_ROWS, BACKWARD
 
 
-def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what leaves a row-parallel use, of whose output each device has a summand."""
     axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
     if not axes:
@@ -246,7 +246,7 @@ def _leave_row(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_
         yield "all_gather", axes, whole, "backward: the group's output cotangents enter a row-split layer", BACKWARD
 
 
-def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what leaves a column-parallel use, whose output stays split for a split consumer (which sees to it), and
     for the loss if it is the last."""
     axes = flow.free
@@ -265,7 +265,7 @@ def _leave_column(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterato
         yield "all_gather", axes, flow.out_group_bytes, "forward: whole features of a column-split output", FORWARD
 
 
-def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what enters experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al.,
     "GShard", arXiv 2006.16668)."""
     axes = flow.stacked
@@ -279,7 +279,7 @@ def _enter_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterat
         yield "all_gather", axes, flow.data_group_bytes, "backward: token cotangents of all experts", BACKWARD
 
 
-def _leave_stacked(flow: Flow, chain: Sequence[Flow], mesh: MeshShape) -> Iterator[_Event]:
+def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
     """Yields what leaves experts: results return to the devices of their tokens."""
     axes = flow.stacked
     target = linked(flow.consumer, axes, chain)

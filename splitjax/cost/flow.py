@@ -1,8 +1,8 @@
 """Follows activations between a plan's layers: per use of a weight, over which axes it is split, and what feeds it.
 
-The traced step and the layout of its parameters come in; a chain of `Flow`s, one a forward use of a weight in program
-order, comes out. Predictions of collectives and memory, and the exchanges that lowering inserts, all read this chain,
-so that what is predicted and what is compiled follow from the same account.
+The traced step and the layout of its parameters come in; a chain of `WeightFlow`s, one a forward use of a weight in
+program order, comes out. Predictions of collectives and memory, and the exchanges that lowering inserts, all read this
+chain, so that what is predicted and what is compiled follow from the same account.
 
 A graph does not keep the edges between uses, but its dim classes say enough: where a free dim of one use's weight and a
 contracted dim of a later use's weight are in one local class, the later use reads the earlier one's output (through
@@ -27,7 +27,7 @@ _ROLES = ("contracted", "free", "stacked", "whole")
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class WeightFlow:
     """Describes one use of a weight under a layout. Byte counts are of one device, all repetitions (`Use.trips`)
     together.
 
@@ -91,7 +91,7 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
 
 def flows(
     graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
-) -> tuple[Flow, ...]:
+) -> tuple[WeightFlow, ...]:
     """Returns the flow of every forward use of a planned parameter, in program order.
 
     **Arguments:** `graph`: the traced step. `leaves`: the layout of its leaves. `mesh`, `batch_axes`,
@@ -105,7 +105,7 @@ def flows(
     roles = [_dim_roles(graph, use, traced[use.param]) for use in uses]
     reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
-    result: list[Flow] = []
+    result: list[WeightFlow] = []
     for i, use in enumerate(uses):
         contracted, free, stacked = _split(planned[use.param], roles[i], mesh, batch_axes, replicated_batch)
         own = (*contracted, *free, *stacked)
@@ -116,7 +116,7 @@ def flows(
         data_batched, out_batched = (any(map(graph.is_example, dims)) for dims in (use.data_dims, use.out_dims))
         producer = next((j for j in reversed(range(i)) if writes[j] & reads[i]), None)
         result.append(
-            Flow(
+            WeightFlow(
                 use,
                 contracted,
                 free,
@@ -149,7 +149,7 @@ def flows(
     return tuple(result)
 
 
-def linked(position: int | None, axes: Axes, chain: Sequence[Flow]) -> Flow | None:
+def linked(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> WeightFlow | None:
     """Returns the neighbour at a `position` of the `chain`, if it is split over some of these `axes` too; None
     otherwise: a replicated neighbour, like none at all (`position` None), has no split value to hand on."""
     flow = None if position is None else chain[position]

@@ -34,9 +34,9 @@ from splitjax.lower.microbatch.microbatch import (
 )
 from splitjax.lower.microbatch.places import Runner
 from splitjax.lower.products.exchange import EXAMPLES, SWAP
-from splitjax.lower.products.groups import Copies, Where
+from splitjax.lower.products.groups import Copies, MeshContext
 from splitjax.lower.products.interpret import BoundaryHook, EvalForward, evaluate_equation
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.turns import Mode, Refused, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.plan import Plan
 from splitjax.step.arguments import Bound, abstract
@@ -118,7 +118,7 @@ class LoweredStep:
     graph: Graph
     mesh: Mesh
     plan: Plan
-    layout: Layout
+    layout: StepLayout
     twin_of: Twin
 
 
@@ -265,7 +265,7 @@ def _islands(
     even = lambda: local_examples(_num_examples(step.graph), number, plan.batch_axes, mesh, (*manual, *group))
     twin = step.twin_of(eqn, site, traced_examples(share // plan.mesh.size(group)) if share else even())
     # Nothing is shared inside an island.
-    bare = Layout(
+    bare = StepLayout(
         layout.mesh,
         {},
         frozenset(),
@@ -281,7 +281,7 @@ def _islands(
         tuple(at for at, axes in here if axes),
         tuple(at for at, axes in here if not axes),
         lambda inner, values, inside: evaluate_equation(bare, inner, values, (*prefix, *inside), {}),
-        Where(mesh, manual),
+        MeshContext(mesh, manual),
     )
 
 

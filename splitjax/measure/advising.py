@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import Entry, Recipe, build_entry
+from splitjax.compile.entry import CompiledEntry, Recipe, build_entry
 from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
 from splitjax.lower.partial.allreduce import handing, in_groups
 from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
@@ -34,8 +34,8 @@ from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
-from splitjax.partial.stages import Stages, with_times
-from splitjax.partial.ways import Exchange, Measurements
+from splitjax.partial.stages import BackpropStages, with_times
+from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.planning.partial_plan import gradient_of, with_partial
 from splitjax.step.arguments import Bound, bind
 from splitjax.sync.link import measure_link, of_process_0
@@ -116,11 +116,11 @@ class _Measuring:
     - `on_device`: copies arguments to the device. `leaves`: the flat arguments of the last batch, there.
     """
 
-    entry: Entry
+    entry: CompiledEntry
     mesh: Mesh
     num_examples: int
     base: PartialStep
-    stages: Stages
+    stages: BackpropStages
     noise: WorkerNoise
     place: str
     on_device: OnDevice
@@ -128,7 +128,7 @@ class _Measuring:
     leaves: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, entry: Entry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
+    def of(cls, entry: CompiledEntry, mesh: Mesh, backprop: PartialBackprop, place: str) -> _Measuring:
         """Prepares to measure an entry; raises what `advise_calls` raises for the step."""
         # the optimal ones need what is measured here
         depths = LINEAR if backprop.depths == OPTIMAL else backprop.depths
@@ -309,17 +309,17 @@ class _Comparison:
         timed = with_times(self.measuring.stages, seconds, self.measured.forward_seconds)
         return choose_depths(timed, request, self.step.depths.num_slots, self.measuring.place)
 
-    def _full_exchange(self) -> Exchange:
+    def _full_exchange(self) -> PredictedExchange:
         """Returns what full backpropagation sends, and how long that takes as one ring."""
         planned = self.measuring.entry.plan.collectives
         sent = sum(collective.bytes for collective in planned if gradient_of(collective))
-        return Exchange(
+        return PredictedExchange(
             sent,
             sent / self.link.bytes_per_second
             + self._ring_messages(self.step.depths.num_slots) * self.link.latency_seconds,
         )
 
-    def _exchange(self, depths: Depths) -> Exchange:
+    def _exchange(self, depths: Depths) -> PredictedExchange:
         """Returns what the plan says is sent at these depths, and the time of the worker that sends most: segment
         after segment, each as one message a hop."""
         step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
@@ -328,7 +328,7 @@ class _Comparison:
         assert plan is not None, "`with_partial` gives the plan of partial backpropagation"
         sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
         if step.is_temporal:  # one group of workers, one exchange a step
-            return Exchange(
+            return PredictedExchange(
                 sent, sent / self.link.bytes_per_second + self._ring_messages(count) * self.link.latency_seconds
             )
         seconds = 0.0
@@ -341,7 +341,7 @@ class _Comparison:
             seconds += busiest / self.link.bytes_per_second + (
                 messages * self.link.latency_seconds if segment.contributors else 0.0
             )
-        return Exchange(sent, seconds)
+        return PredictedExchange(sent, seconds)
 
     def _ring_messages(self, count: int) -> float:
         """Returns how many messages a worker of so many sends one after another in a ring all-reduce."""

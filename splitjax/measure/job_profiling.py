@@ -16,13 +16,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import Entry, Recipe, build_entry
+from splitjax.compile.entry import CompiledEntry, Recipe, build_entry
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
 from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
-from splitjax.partial.stages import Stages as Cuts
+from splitjax.partial.stages import BackpropStages as Cuts
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
 from splitjax.sync.link import measure_link, of_process_0
@@ -126,7 +126,7 @@ def profile_job(
     return dataclasses.replace(profile, stages=by_resource) if stages else profile
 
 
-def _kept_bytes(entry: Entry, workers: int) -> tuple[int, int]:
+def _kept_bytes(entry: CompiledEntry, workers: int) -> tuple[int, int]:
     """Returns the bytes of a worker's state, and of all that is there throughout an iteration: state, its share of the
     batch, other inputs, and whole those parameters that are stored in pieces."""
     plan = entry.plan
@@ -163,7 +163,7 @@ def _depths(fractions: Cuts, cuts: Cuts, costs: WorkerCosts, microbatches: int, 
 
 
 def _exchange_seconds(
-    entry: Entry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None
+    entry: CompiledEntry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None
 ) -> float:
     """Returns the seconds of all that a worker sends in a step, over its link, as one ring. None of it is taken to be
     hidden behind the job's own computing."""

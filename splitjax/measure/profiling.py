@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry, Recipe
+from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import BatchError, ProfileError
 from splitjax.measure.worker_gradients import abstract_leaves, worker_gradients
 from splitjax.step.arguments import bind
 from splitjax.sync import masks
-from splitjax.sync.analysis import Measured, Profile, StepMasks, Tensor, analyse_step, collect
+from splitjax.sync.analysis import MeasuredSparsity, Profile, StepMasks, Tensor, analyse_step, collect
 
 # Elements that are not zero are counted in int32 over so many rows, and added up on the host.
 _ROWS_COUNTED = 1024
@@ -75,7 +75,7 @@ def per_batch(
 def profile_calls(
     recipe: Recipe,
     mesh: Mesh,
-    entry_of: Callable[[tuple[Any, ...]], Entry],
+    entry_of: Callable[[tuple[Any, ...]], CompiledEntry],
     calls: Iterable[tuple[Any, ...]],
     num_workers: int | None,
 ) -> Profile:
@@ -94,7 +94,7 @@ def profile_calls(
     place = f"{recipe.name}.profile"
     check_number(num_workers, place)
     programs: dict[int, _Program] = {}
-    steps: list[list[Measured]] = []
+    steps: list[list[MeasuredSparsity]] = []
     tensors: tuple[Tensor, ...] = ()
     sizes: list[int] = []
     notes: list[str] = []
@@ -142,7 +142,7 @@ def check_number(num_workers: object, place: str) -> None:
         )
 
 
-def check_examples(entry: Entry, num_workers: int, place: str) -> int:
+def check_examples(entry: CompiledEntry, num_workers: int, place: str) -> int:
     """Returns the number of examples of a batch of the step `entry`, which divides among `num_workers`.
 
     Raises `ProfileError`, at `place`, for a step without gradient boundary, `BatchError` for a step without a batch and
@@ -225,7 +225,7 @@ class _Program:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, entry: Entry, mesh: Mesh, num_workers: int, place: str) -> _Program:
+    def of(cls, entry: CompiledEntry, mesh: Mesh, num_workers: int, place: str) -> _Program:
         """Traces the reduced gradients of a worker, by the worker's number."""
         of_worker = worker_gradients(entry, mesh, num_workers, place)
         tensors = tuple(gradient.tensor for gradient in of_worker.gradients)

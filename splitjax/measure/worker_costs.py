@@ -21,13 +21,13 @@ import jax
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry
+from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, MicrobatchError
 from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.strategies import resized_trace
-from splitjax.partial.stages import Stage, Stages
+from splitjax.partial.stages import BackpropStages, Stage
 from splitjax.trace.sites import Site
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
@@ -60,7 +60,7 @@ class WorkerCosts:
     num_bytes: tuple[int, ...]
     update_seconds: float = 0.0
 
-    def backward(self, stages: Stages) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+    def backward(self, stages: BackpropStages) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         """Returns, by stage of `stages`, the seconds that going back through it adds, and whether both its ends were
         timed. Cuts whose times stand in the wrong order (noise) count as not timed."""
         ends, totals = [*self.cuts, len(stages.stages)], [*self.seconds, self.forward_seconds]
@@ -86,7 +86,7 @@ class WorkerCosts:
         return dict(zip(self.cuts, self.num_bytes, strict=True))[max(cut for cut in self.cuts if cut <= stage)]
 
 
-def choose_cuts(stages: Stages, most: int = FIRST_CUTS) -> tuple[int, ...]:
+def choose_cuts(stages: BackpropStages, most: int = FIRST_CUTS) -> tuple[int, ...]:
     """Returns the stages from which on to differentiate first: all of `stages`, or, where these are more than `most`,
     those nearest to equal parts of the predicted time."""
     count = len(stages.stages)
@@ -96,7 +96,7 @@ def choose_cuts(stages: Stages, most: int = FIRST_CUTS) -> tuple[int, ...]:
     return tuple(sorted({0, count - 1, *(nearest((k + 1) / (most - 1)) for k in range(most - 2))}))
 
 
-def next_cut(costs: WorkerCosts, stages: Stages) -> int | None:
+def next_cut(costs: WorkerCosts, stages: BackpropStages) -> int | None:
     """Returns the stage of `stages` to cut at next: about the middle, by predicted time, of the stages between two cuts
     that take most measured time by `costs`; None if all are cut."""
     ends, totals = [*costs.cuts, len(stages.stages)], [*costs.seconds, costs.forward_seconds]
@@ -124,9 +124,9 @@ class DepthPrograms:
     - `place`: where errors say that they are.
     """
 
-    entry: Entry
+    entry: CompiledEntry
     site: Site
-    stages: Stages
+    stages: BackpropStages
     mesh: Mesh
     leaves: Sequence[Any]
     place: str
@@ -140,14 +140,17 @@ class DepthPrograms:
         positions = tuple(position for stage in stages for position in stage.operands)
         jaxpr = self._traced(num_examples)
         return self._compiled(
-            num_examples, functools.partial(_truncated, Layout(self.mesh, {}, frozenset()), jaxpr, self.site, positions)
+            num_examples,
+            functools.partial(_truncated, StepLayout(self.mesh, {}, frozenset()), jaxpr, self.site, positions),
         )
 
     def compile_step(self, num_examples: int) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles the whole step of a worker with `num_examples` examples, with its update. Returns and raises as
         `compile` does."""
         jaxpr = self._traced(num_examples)
-        return self._compiled(num_examples, lambda *leaves: evaluate(Layout(self.mesh, {}, frozenset()), jaxpr, leaves))
+        return self._compiled(
+            num_examples, lambda *leaves: evaluate(StepLayout(self.mesh, {}, frozenset()), jaxpr, leaves)
+        )
 
     def _compiled(self, num_examples: int, run: Callable[..., Any]) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles a function of the step's flat arguments, without what its result does not need."""
@@ -263,7 +266,7 @@ def _timed(
 
 
 def _truncated(
-    bare: Layout, jaxpr: _compat.ClosedJaxpr, site: Site, positions: tuple[int, ...], *leaves: Any
+    bare: StepLayout, jaxpr: _compat.ClosedJaxpr, site: Site, positions: tuple[int, ...], *leaves: Any
 ) -> list[Any]:
     """Returns the loss, what comes with it, and the gradients of the operands at `positions` of the boundary at
     `site`."""

@@ -22,13 +22,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry
+from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, MicrobatchError, ProfileError
 from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.strategies import example_dim, make_twin, resized_trace
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
@@ -70,7 +70,7 @@ class WorkerGradients:
     notes: tuple[str, ...]
 
 
-def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> WorkerGradients:
+def worker_gradients(entry: CompiledEntry, mesh: Mesh, num_workers: int, place: str) -> WorkerGradients:
     """Returns the gradients of the workers of a step, each of which has an equal slice of the batch.
 
     **Arguments:** `entry`: the step. `mesh`: its devices; what is returned runs on one device. `num_workers`: among how
@@ -80,7 +80,7 @@ def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> 
     examples.
     """
     sites = tuple(_boundary_sites(entry.jaxpr, place))
-    bare, num_examples = Layout(mesh, {}, frozenset()), entry.graph.num_examples
+    bare, num_examples = StepLayout(mesh, {}, frozenset()), entry.graph.num_examples
     assert num_examples is not None, "`check_examples` lets no step without examples pass"
     if num_workers == 1:
         gradients = _gradients(entry, sites, {})
@@ -99,7 +99,9 @@ def worker_gradients(entry: Entry, mesh: Mesh, num_workers: int, place: str) -> 
         ) from error
 
 
-def _divided(entry: Entry, bare: Layout, sites: Sequence[Site], num_workers: int, share: int) -> WorkerGradients:
+def _divided(
+    entry: CompiledEntry, bare: StepLayout, sites: Sequence[Site], num_workers: int, share: int
+) -> WorkerGradients:
     """Returns the gradients of several workers. Raises `MicrobatchError` where the step is another program for their
     share of the batch."""
     local = resized_trace(entry.bound, entry.trace)
@@ -150,7 +152,7 @@ def _boundary_sites(
 
 
 def _gradients(
-    entry: Entry, sites: Sequence[Site], dims: Mapping[Site, Sequence[int | None]]
+    entry: CompiledEntry, sites: Sequence[Site], dims: Mapping[Site, Sequence[int | None]]
 ) -> tuple[WorkerGradient, ...]:
     """Returns every gradient that workers would add up: not those of what holds examples. `dims`: by site, the example
     dims of the operands."""
@@ -182,7 +184,7 @@ def _gradients(
 
 
 def _summands(
-    bare: Layout,
+    bare: StepLayout,
     jaxpr: _compat.ClosedJaxpr,
     gradients: Sequence[WorkerGradient],
     jobs: Mapping[Site, PreparedBoundary | None],
@@ -207,7 +209,7 @@ def _summands(
 
 
 def _alone(
-    bare: Layout,
+    bare: StepLayout,
     jaxpr: _compat.ClosedJaxpr,
     gradients: Sequence[WorkerGradient],
     bound: Bound,
@@ -231,7 +233,7 @@ def _alone(
     return [results[wanted.site][wanted.result] for wanted in gradients]
 
 
-def abstract_leaves(entry: Entry) -> list[jax.ShapeDtypeStruct]:
+def abstract_leaves(entry: CompiledEntry) -> list[jax.ShapeDtypeStruct]:
     """Returns the flat arguments that the step `entry` was traced for, as `ShapeDtypeStruct`s."""
     avals = [v.aval for v in _compat.open_jaxpr(entry.jaxpr)[0].invars]
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]

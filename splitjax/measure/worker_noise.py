@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry
+from splitjax.compile.entry import CompiledEntry
 from splitjax.measure.worker_gradients import abstract_leaves, worker_gradients
-from splitjax.partial.stages import Stages
+from splitjax.partial.stages import BackpropStages
 
 Sums = tuple[list[jax.Array], jax.Array]  # by gradient the mean of workers so far; by stage the sum of squares
 
@@ -51,7 +51,7 @@ class WorkerNoise:
     stage_numbers: list[int]
     used: tuple[int, ...]
 
-    def __init__(self, entry: Entry, mesh: Mesh, num_workers: int, stages: Stages, place: str) -> None:
+    def __init__(self, entry: CompiledEntry, mesh: Mesh, num_workers: int, stages: BackpropStages, place: str) -> None:
         """Traces the measurement.
 
         **Arguments:** `entry`: the step. `mesh`: its devices. `num_workers`: among how many workers the batch is

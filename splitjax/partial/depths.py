@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from splitjax.errors import PartialError
 from splitjax.partial.optimal import optimal_contributors
 from splitjax.partial.request import COUNT, LINEAR, OPTIMAL, SPATIAL, PartialBackprop
-from splitjax.partial.stages import Stage, Stages
+from splitjax.partial.stages import BackpropStages, Stage
 
 _ENOUGH = 1e-9  # a share that falls short of a fraction by so little reaches it
 
@@ -114,7 +114,7 @@ class Depths:
         return set(self.first) == {0}
 
 
-def choose_depths(stages: Stages, request: PartialBackprop, num_workers: int, place: str) -> Depths:
+def choose_depths(stages: BackpropStages, request: PartialBackprop, num_workers: int, place: str) -> Depths:
     """Chooses the depths of workers as they are asked for.
 
     **Arguments:**
@@ -170,7 +170,7 @@ def _fractions(request: PartialBackprop, num_workers: int, place: str) -> list[f
     return sorted(request.depths)
 
 
-def _joined(stages: Stages, ends: Sequence[int], request: PartialBackprop) -> Depths:
+def _joined(stages: BackpropStages, ends: Sequence[int], request: PartialBackprop) -> Depths:
     """Makes depths from the number of the first stage of every slot, `ends`. Stages that nobody differentiates make a
     segment of their own in front."""
     cuts = sorted({0, *ends})
@@ -180,7 +180,7 @@ def _joined(stages: Stages, ends: Sequence[int], request: PartialBackprop) -> De
     return Depths(segments, tuple(cuts.index(end) for end in ends), stages.forward, request)
 
 
-def _optimal(stages: Stages, request: PartialBackprop, num_workers: int, place: str) -> tuple[int, ...]:
+def _optimal(stages: BackpropStages, request: PartialBackprop, num_workers: int, place: str) -> tuple[int, ...]:
     """Gives the number of contributors by stage."""
     assert request.measured is not None, "PartialBackprop refuses optimal depths without measurements"
     noise = dict(zip(request.measured.layers, request.measured.noise, strict=True))

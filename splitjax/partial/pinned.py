@@ -9,7 +9,7 @@ from __future__ import annotations
 from splitjax.errors import PlanError
 from splitjax.partial.depths import Depths, Segment
 from splitjax.partial.request import PartialBackprop
-from splitjax.partial.stages import Stages
+from splitjax.partial.stages import BackpropStages
 from splitjax.plan import PartialPlan
 
 
@@ -26,7 +26,7 @@ def pinned_request(pinned: PartialPlan) -> PartialBackprop:
     )
 
 
-def pinned_depths(stages: Stages, pinned: PartialPlan, request: PartialBackprop, num_workers: int) -> Depths:
+def pinned_depths(stages: BackpropStages, pinned: PartialPlan, request: PartialBackprop, num_workers: int) -> Depths:
     """Gives the depths of a pinned plan for a step.
 
     **Arguments:** `stages`: those of the step's boundary. `pinned`: the plan. `request`: from `pinned_request`.

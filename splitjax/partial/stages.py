@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from splitjax.trace.flatten import Flat, Op, flatten
+from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.graph import itemsize
 from splitjax.trace.uses import product_flops
 
@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class BackpropStages:
     """The stages of a gradient boundary.
 
     - `stages`: input side first.
@@ -73,7 +73,7 @@ class Stages:
         return sum(stage.backward for stage in self.stages[first:]) / whole if whole else 1.0
 
 
-def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]) -> Stages:
+def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]) -> BackpropStages:
     """Finds the stages of a boundary.
 
     **Arguments:**
@@ -113,23 +113,23 @@ def find_stages(forward: Any, positions: Sequence[int], names: Mapping[int, str]
                 sum(size(v) for v in crossing),
             )
         )
-    return Stages(tuple(stages), walk.forward)
+    return BackpropStages(tuple(stages), walk.forward)
 
 
-def with_times(stages: Stages, seconds: Mapping[str, float], forward_seconds: float) -> Stages:
+def with_times(stages: BackpropStages, seconds: Mapping[str, float], forward_seconds: float) -> BackpropStages:
     """Replaces predicted times by measured ones.
 
     **Arguments:** `stages`: with predicted times. `seconds`: by stage name, the time that going back through it adds.
     `forward_seconds`: of the whole forward pass.
     """
     timed = tuple(dataclasses.replace(stage, backward=seconds[stage.name]) for stage in stages.stages)
-    return Stages(timed, forward_seconds)
+    return BackpropStages(timed, forward_seconds)
 
 
 class _LossWalk:
     """The operations that the loss depends on, as nodes of a graph: all operations of a loop are one node."""
 
-    def __init__(self, flat: Flat, loss: int) -> None:
+    def __init__(self, flat: FlatStep, loss: int) -> None:
         self.flat = flat
         self.ops = _needed(flat, loss)
         self.node = {
@@ -191,7 +191,7 @@ class _LossWalk:
         return list(dict.fromkeys(values))
 
 
-def _needed(flat: Flat, loss: int) -> list[Op]:
+def _needed(flat: FlatStep, loss: int) -> list[Op]:
     """Gives the operations that the loss depends on, in program order."""
     wanted, kept = {loss}, []
     again = True
@@ -206,13 +206,13 @@ def _needed(flat: Flat, loss: int) -> list[Op]:
     return kept[::-1]
 
 
-def _cost(op: Op, flat: Flat) -> float:
+def _cost(op: Op, flat: FlatStep) -> float:
     """Predicts the forward time of an operation, in flops."""
     moved = sum(math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v]) for v in op.outputs if flat.dtypes[v] != "token")
     return _flops(op, flat) + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
 
 
-def _flops(op: Op, flat: Flat) -> float:
+def _flops(op: Op, flat: FlatStep) -> float:
     """Counts the flops of a product; what a loop carries around is none, nor what has no operands."""
     return product_flops(op, flat) if op.inputs and op.outputs else 0.0
 

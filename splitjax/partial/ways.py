@@ -15,7 +15,7 @@ from splitjax.partial.request import PROGRAM
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class PredictedExchange:
     """Says what is sent in a step.
 
     - `sent_bytes`: mean over workers.
@@ -39,7 +39,7 @@ class Measurements:
     noise: Mapping[str, float]
     memory: Mapping[str, float]
 
-    def full(self, depths: Depths, exchange: Exchange) -> AdviceRow:
+    def full(self, depths: Depths, exchange: PredictedExchange) -> AdviceRow:
         """Makes the row of full backpropagation, in which every worker differentiates everything.
 
         **Arguments:** `depths`: any of the step's, for its times. `exchange`: what is sent where all gradients are
@@ -81,7 +81,7 @@ class Measurements:
         )
 
     def spatial(
-        self, name: str, what: str, depths: Depths, exchange: Exchange, shares: Sequence[float] | None = None
+        self, name: str, what: str, depths: Depths, exchange: PredictedExchange, shares: Sequence[float] | None = None
     ) -> AdviceRow:
         """Makes the row of a way in which workers differentiate to different depths.
 
@@ -111,7 +111,7 @@ class Measurements:
             self._cuts(depths),
         )
 
-    def temporal(self, what: str, depths: Depths, exchange: Exchange) -> AdviceRow:
+    def temporal(self, what: str, depths: Depths, exchange: PredictedExchange) -> AdviceRow:
         """Makes the row of a way in which all workers share the depth of a slot, which changes from step to step.
 
         The variance is that of the mean over a whole cycle, at the same parameters.

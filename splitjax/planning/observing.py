@@ -1,6 +1,6 @@
 """Decides the scheme and capacities of every table from what the first steps looked up.
 
-What steps return of their tables comes in (`Observer`), a `Decision` and a plan with it come out.
+What steps return of their tables comes in (`TableObserver`), a `TableDecision` and a plan with it come out.
 
 The program of the first steps gathers all rows and returns the ids. Afterwards their sparsity is known, and the step is
 built once more. While it runs, steps in which the capacities did not suffice are counted; too many of them, and steps
@@ -31,7 +31,7 @@ from splitjax.sync.owner import OwnerSharded, plan_owner
 from splitjax.sync.profile import Sparsity, measure
 from splitjax.sync.profile import Table as Costs
 from splitjax.sync.scheme import Capacities, Link, Scheme
-from splitjax.trace.graph import Table, itemsize
+from splitjax.trace.graph import LookupTable, itemsize
 
 OBSERVED_STEPS = 3
 CHECKED_STEPS = 64
@@ -44,7 +44,7 @@ Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
 
 
 @dataclasses.dataclass
-class Observer:
+class TableObserver:
     """Accumulates what was seen of the steps of a signature.
 
     **Attributes:**
@@ -88,9 +88,9 @@ class Observer:
         )
 
     @staticmethod
-    def of(seen: Seen) -> Observer:
+    def of(seen: Seen) -> TableObserver:
         """Returns an observer that goes on from the value `seen`, which an earlier one gave."""
-        return Observer(
+        return TableObserver(
             {param: list(steps) for param, steps in seen.samples.items()}, [], seen.num_steps, dict(seen.fell_back)
         )
 
@@ -110,7 +110,7 @@ class Observer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class TableDecision:
     """Says how each table is synchronised from now on.
 
     **Attributes:** `chosen`: by table, its exchange and capacities. `why`: by table, the reason, for the plan.
@@ -120,12 +120,14 @@ class Decision:
     why: Mapping[str, str]
 
 
-def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np.ndarray]], mesh: Mesh) -> Decision:
+def decide(
+    step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np.ndarray]], mesh: Mesh
+) -> TableDecision:
     """Decides schemes and capacities of the observed tables.
 
     **Arguments:** `step`: the tables of the step. `request`: how they are to be synchronised. `samples`: by table, the
-    ids of every observed step (`Observer.take_samples`). `mesh`: where the scheme of some table is to be chosen, the
-    links between its workers are measured."""
+    ids of every observed step (`TableObserver.take_samples`). `mesh`: where the scheme of some table is to be chosen,
+    the links between its workers are measured."""
     chosen: dict[str, tuple[Exchange, Capacities]] = {}
     why = {}
     links: dict[tuple[str, ...], Link] = {}
@@ -153,7 +155,7 @@ def decide(step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np
         choice = choose(sparsity, links.get(table.axes, Link(0.0, float("inf"))), _candidates(step, table))
         chosen[table.param] = choice.scheme, choice.best.capacities
         why[table.param] = f"chosen: {choice.reason}; {seen}"
-    return Decision(chosen, why)
+    return TableDecision(chosen, why)
 
 
 def _candidates(step: SparseStep, table: TableSync) -> list[Scheme]:
@@ -173,7 +175,7 @@ def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:
     return measure([list(step) for step in samples], table.num_rows, table.row_size, itemsize(table.dtype))
 
 
-def with_syncs(plan: Plan, step: SparseStep, decision: Decision | None) -> Plan:
+def with_syncs(plan: Plan, step: SparseStep, decision: TableDecision | None) -> Plan:
     """Returns the `plan` of a step some of whose tables are synchronised by rows.
 
     **Arguments:** `step`: the tables. `decision`: their exchanges; None while the first steps are observed.
@@ -216,7 +218,7 @@ def _gradient_of(param: str) -> str:
     return f"gradient of {param}"
 
 
-def _row_bytes(table: TableSync, traced: Table) -> int:
+def _row_bytes(table: TableSync, traced: LookupTable) -> int:
     """Returns the bytes that a device has of a table's gradient: the rows of its lookups and their sums; then, in the
     exchange or in its fallback, what it sends and gets; and the residual of a table that is rounded."""
     n, capacities = table.num_workers, table.capacities
@@ -233,7 +235,7 @@ def _row_bytes(table: TableSync, traced: Table) -> int:
     return (num_ids + local + moved + residual) * table.row_size * itemsize(table.dtype)
 
 
-def sync_plans(plan: Plan, step: SparseStep, decision: Decision | None) -> tuple[SyncPlan, ...]:
+def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> tuple[SyncPlan, ...]:
     """Returns the entries of `plan` for all tables of `step` with lookups, also for those that stay dense. `decision`:
     their exchanges; None while the first steps are observed."""
     entries = []

@@ -17,7 +17,7 @@ from splitjax.lower.tables.finding import find_sparse
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.plan import Plan, SyncPlan
-from splitjax.planning.observing import Decision, sync_plans, with_syncs
+from splitjax.planning.observing import TableDecision, sync_plans, with_syncs
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import OWNED, exchange_of, name_of, options_of
 from splitjax.sync.scheme import ByRows
@@ -41,7 +41,7 @@ class _Known:
 
     where: str
     syncs: Sequence[SyncPlan]
-    decision: Decision
+    decision: TableDecision
     decides: bool
 
 
@@ -53,8 +53,8 @@ def synchronised(
     *,
     pinned: Plan | None,
     carried: Sequence[SyncPlan],
-    decision: Decision | None,
-) -> tuple[SparseStep, Plan, Decision | None]:
+    decision: TableDecision | None,
+) -> tuple[SparseStep, Plan, TableDecision | None]:
     """Returns the tables of a step, its plan with them, and what was decided: None while steps are to be observed.
 
     **Arguments:**
@@ -103,7 +103,7 @@ def _request_of(syncs: Sequence[SyncPlan]) -> SyncRequest:
     )
 
 
-def _decision_of(syncs: Sequence[SyncPlan]) -> Decision:
+def _decision_of(syncs: Sequence[SyncPlan]) -> TableDecision:
     """Returns the decision that a plan records. Raises `PlanError` for schemes, options and sizes that do not exist."""
     chosen = {}
     for number, sync in enumerate(syncs):
@@ -113,7 +113,7 @@ def _decision_of(syncs: Sequence[SyncPlan]) -> Decision:
             raise PlanError(
                 error.message, value=error.value, place=f"syncs[{number}].{error.place}", remedy=error.remedy
             ) from error
-    return Decision(chosen, {sync.param: sync.why for sync in syncs})
+    return TableDecision(chosen, {sync.param: sync.why for sync in syncs})
 
 
 def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, request: SyncRequest, known: _Known) -> str:

@@ -156,8 +156,8 @@ class Report:
         return _totals(self, lambda collective: "").get("", Total(0, 0, 0, 0))
 
     def to_json(self) -> str:
-        """Returns the report as JSON text (ASCII), a collective a line, read back by `Report.from_json`. All sizes are bytes
-        per device, and what is sent is per step."""
+        """Returns the report as JSON text (ASCII), a collective a line, read back by `Report.from_json`. All sizes are
+        bytes per device, and what is sent is per step."""
         return _JSON.text(self)
 
     @classmethod

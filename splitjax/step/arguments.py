@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from splitjax.errors import BatchError, StateError, TraceError
-from splitjax.step.positions import Default, Options, step_name, with_static_defaults
+from splitjax.step.positions import ArgumentRoles, Default, step_name, with_static_defaults
 from splitjax.trace.flow import Argument
 
 TreeStructure = Any  # `jax.tree_util.PyTreeDef`, which JAX's stubs do not offer as a type
@@ -60,7 +60,7 @@ class Bound:
     arguments: tuple[Argument, ...]
 
 
-def bind(fn: Callable[..., Any], options: Options, args: tuple[Any, ...]) -> Bound:
+def bind(fn: Callable[..., Any], options: ArgumentRoles, args: tuple[Any, ...]) -> Bound:
     """Takes a call of the step `fn` apart. `options`: which of its arguments are what. `args`: the arguments, by
     position.
 
@@ -133,7 +133,7 @@ def _is_list_of_numbers(node: object) -> bool:
     )
 
 
-def leaf_path(options: Options, number: int, path: KeyPath) -> str:
+def leaf_path(options: ArgumentRoles, number: int, path: KeyPath) -> str:
     """Returns the path of a leaf of the argument at position `number`: without the argument's name for a lone state
     argument, with it for all others.
 

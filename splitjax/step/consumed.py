@@ -16,7 +16,7 @@ import jax
 from jax.core import Tracer
 
 from splitjax.errors import DonatedStateError
-from splitjax.step.positions import Options
+from splitjax.step.positions import ArgumentRoles
 
 # How many calls a step remembers.
 _REMEMBERED_CALLS = 4096
@@ -77,7 +77,7 @@ class GivenStates:
     - `donates`: whether its calls consume them.
     """
 
-    def __init__(self, step_name: str, options: Options, donates: bool) -> None:
+    def __init__(self, step_name: str, options: ArgumentRoles, donates: bool) -> None:
         self._step_name, self._options, self._donates = step_name, options, donates
         self._log = CallLog()
 

@@ -1,6 +1,6 @@
 """Says which arguments of a step are which, and brings calls into the order of positions.
 
-The decorator's argument numbers and names come in, as users give them; `Options` come out, normalised against the
+The decorator's argument numbers and names come in, as users give them; `ArgumentRoles` come out, normalised against the
 step's signature. A call's positional and keyword arguments come in; all arguments by position come out, with `Default`
 in the gaps, so that everything behind it knows positions alone.
 """
@@ -27,7 +27,7 @@ class Default:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ArgumentRoles:
     """Says which arguments of a step are state, batch and static; positions are normalised (none negative).
 
     **Attributes:**
@@ -54,7 +54,7 @@ def make_options(
     static_argnums: ArgumentNumbers,
     static_argnames: str | Sequence[str] | None,
     state_outnums: ArgumentNumbers,
-) -> Options:
+) -> ArgumentRoles:
     """Normalises argument numbers against the signature of a step.
 
     **Arguments:** `fn`: the step. `state_argnums`, `batch_argnums`, `static_argnums`, `static_argnames`,
@@ -87,7 +87,7 @@ def make_options(
         )
     static = sorted(set(static))
     outnums = None if outnums is None else tuple(outnums)
-    return Options(tuple(state), tuple(batch), tuple(static), outnums, names, _defaults(fn, static, names))
+    return ArgumentRoles(tuple(state), tuple(batch), tuple(static), outnums, names, _defaults(fn, static, names))
 
 
 def _defaults(fn: Callable[..., Any], numbers: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, Any], ...]:
@@ -190,7 +190,7 @@ def call_with(fn: Callable[..., Any], keywords: Sequence[str], args: Sequence[An
     return fn(*args[:gap], **{name: arg for name, arg in named.items() if not isinstance(arg, Default)})
 
 
-def with_static_defaults(options: Options, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_static_defaults(options: ArgumentRoles, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments `args` of a call, with the default, as `options` has it, of every static argument that the
     call leaves alone."""
     for number, value in options.static_defaults:

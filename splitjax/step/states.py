@@ -14,7 +14,7 @@ import jax
 
 from splitjax.errors import StateError
 from splitjax.step.arguments import Bound, TreeStructure
-from splitjax.step.positions import Options
+from splitjax.step.positions import ArgumentRoles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Place:
     depth: int
 
 
-def match_states(options: Options, bound: Bound, result: Any) -> dict[int, int]:
+def match_states(options: ArgumentRoles, bound: Bound, result: Any) -> dict[int, int]:
     """Maps the flat argument position of every state leaf to the flat result position of its new value.
 
     **Arguments:** `options`: which arguments are states. `bound`: the call, taken apart. `result`: the step's result as

@@ -295,7 +295,7 @@ class StepMasks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredSparsity:
     """Holds what is kept of a step: its `figures`, `overlaps` (nan where undefined), and of a table the `rows` of
     every worker."""
 
@@ -304,7 +304,7 @@ class Measured:
     rows: tuple[np.ndarray, ...]
 
 
-def analyse_step(tensor: Tensor, step_masks: StepMasks) -> Measured:
+def analyse_step(tensor: Tensor, step_masks: StepMasks) -> MeasuredSparsity:
     """Computes the figures of one step of a `tensor` from the masks of all workers, `step_masks`."""
     n, size = len(step_masks.units), max(tensor.size, 1)
     matrix = masks.overlaps(step_masks.units)
@@ -317,12 +317,12 @@ def analyse_step(tensor: Tensor, step_masks: StepMasks) -> Measured:
         tuple((m, number / max(tensor.num_units, 1)) for m, number in masks.union_counts(step_masks.units)),
         masks.mean_overlap(matrix) or 0.0, float(np.mean(skews)) if skews else 1.0,
     )  # fmt: skip
-    return Measured(
+    return MeasuredSparsity(
         figures, matrix, tuple(masks.units_of(mask) for mask in step_masks.units) if tensor.is_table else ()
     )
 
 
-def collect(tensor: Tensor, steps: Sequence[Measured]) -> TensorProfile:
+def collect(tensor: Tensor, steps: Sequence[MeasuredSparsity]) -> TensorProfile:
     """Collects the profile of a `tensor` from its measured `steps`."""
     matrices = np.asarray([step.overlaps for step in steps])
     defined = ~np.isnan(matrices)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from splitjax.trace.dims_fused import FUSED_ATTENTION
-from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import StepFacts
+from splitjax.trace.flatten import BACKWARD, FlatStep
+from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
 
 Tag = tuple[str, int]  # what made a value, and the index of the operation that did
@@ -18,7 +18,9 @@ Tags = frozenset[Tag]
 _NONE: Tags = frozenset()
 
 
-def mark_attention(flat: Flat, linked: Linked, flow: StepFacts, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+def mark_attention(
+    flat: FlatStep, linked: Linked, flow: ValueFacts, uses: Mapping[int, tuple[int, int]]
+) -> frozenset[int]:
     """Finds the operations that feed the scores or the values of an attention, or read its result first.
 
     **Arguments:**
@@ -69,7 +71,7 @@ def mark_attention(flat: Flat, linked: Linked, flow: StepFacts, uses: Mapping[in
     return frozenset(attention)
 
 
-def _joined(inputs: Sequence[int], incoming: Tags, tags: Sequence[Tags], flow: StepFacts) -> Tags:
+def _joined(inputs: Sequence[int], incoming: Tags, tags: Sequence[Tags], flow: ValueFacts) -> Tags:
     """Gives the tags of a join: what is added to the residual stream is no attention result any more, so that the tag
     of a result stays only if all activations have it."""
     activations = [v for v in inputs if flow.carrying[v]]

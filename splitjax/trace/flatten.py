@@ -70,7 +70,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flat:
+class FlatStep:
     """Holds a flat step; `shapes[v]` and `dtypes[v]` describe value v.
 
     - `ops`: its operations in program order.
@@ -351,13 +351,13 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
 _CONTROL = {"scan": _scan, "while": _while, "cond": _cond, BOUNDARY: _boundary}
 
 
-def flatten(jaxpr: Any) -> Flat:
+def flatten(jaxpr: Any) -> FlatStep:
     """Flattens the closed `jaxpr` of a step (see the module's docstring)."""
     flat = _Flattener()
     inner, _ = _compat.open_jaxpr(jaxpr)
     inputs = [flat.value(var.aval) for var in inner.invars]
     outputs = flat.walk(jaxpr, inputs, _Where())
-    return Flat(
+    return FlatStep(
         tuple(flat.ops),
         tuple(flat.shapes),
         tuple(flat.dtypes),

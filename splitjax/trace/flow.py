@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from splitjax.trace.classes import Atoms
-from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
+from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepFacts:
+class ValueFacts:
     """Holds facts per value of a flat step, and per leaf whether it is a parameter.
 
     - `carrying`: whether some dim of the value holds examples (all of them, or a part).
@@ -66,7 +66,7 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_genera
 
 
 def example_labels(
-    flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]
+    flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Finds the soft classes of dims of examples.
 
@@ -106,7 +106,7 @@ def example_labels(
     return frozenset(whole), frozenset(parts)
 
 
-def _comes_from(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position: int, labels: set[int]) -> bool:
+def _comes_from(op: Op, flat: FlatStep, atoms: Atoms, soft: Sequence[int], position: int, labels: set[int]) -> bool:
     """Tells whether a dim of the result is cut from, or picked from, a dim with one of these labels."""
     if op.primitive == "gather":
         numbers = op.params["dimension_numbers"]
@@ -117,7 +117,7 @@ def _comes_from(op: Op, flat: Flat, atoms: Atoms, soft: Sequence[int], position:
 
 
 def forward(
-    flat: Flat, seeds: Iterable[int], stop: Callable[[int], bool] = lambda v: False, loops: bool = True
+    flat: FlatStep, seeds: Iterable[int], stop: Callable[[int], bool] = lambda v: False, loops: bool = True
 ) -> list[bool]:
     """Tells, per value of `flat`, whether it depends on one of the values `seeds`.
 
@@ -147,7 +147,7 @@ def forward(
     return reached
 
 
-def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> list[int | None]:
+def first_effect(flat: FlatStep, goal: Sequence[bool], blocked: Sequence[bool]) -> list[int | None]:
     """Returns, per value of `flat`, the index of the first operation that it influences and whose result is a goal
     value.
 
@@ -174,7 +174,7 @@ def first_effect(flat: Flat, goal: Sequence[bool], blocked: Sequence[bool]) -> l
     return first
 
 
-def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> StepFacts:
+def analyse(flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]) -> ValueFacts:
     """Finds example-carrying values and parameters.
 
     **Arguments:**
@@ -214,7 +214,7 @@ def analyse(flat: Flat, arguments: Sequence[Argument], atoms: Atoms, soft: Seque
         for v, a, param in zip(flat.inputs, arguments, is_param, strict=True)
         if a.is_state and not param and flat.shapes[v] and is_floating(flat.dtypes[v])
     ]
-    return StepFacts(
+    return ValueFacts(
         carrying=tuple(carrying),
         data=tuple(data),
         updated=tuple(forward(flat, gradients, stop=carrying.__getitem__)),
@@ -231,7 +231,7 @@ def is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _with_labels(flat: Flat, atoms: Atoms, soft: Sequence[int], labels: frozenset[int]) -> list[bool]:
+def _with_labels(flat: FlatStep, atoms: Atoms, soft: Sequence[int], labels: frozenset[int]) -> list[bool]:
     """Tells, per value, whether some dim of it has one of these labels."""
     return [
         any(soft[a] in labels for d in range(len(shape)) for a in atoms.dim(value, d))
@@ -239,7 +239,7 @@ def _with_labels(flat: Flat, atoms: Atoms, soft: Sequence[int], labels: frozense
     ]
 
 
-def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -> list[int]:
+def _data_seeds(flat: FlatStep, arguments: Sequence[Argument], has_examples: bool) -> list[int]:
     """Returns the batch; where it has no dims, everything that is not state: other arguments, constants, numbers made
     on the spot."""
     if has_examples:
@@ -248,7 +248,7 @@ def _data_seeds(flat: Flat, arguments: Sequence[Argument], has_examples: bool) -
     return [v for v, a in zip(flat.inputs, arguments, strict=True) if not a.is_state] + [*flat.constants, *made]
 
 
-def _with_products(flat: Flat, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
+def _with_products(flat: FlatStep, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
     """Adds to the example-carrying values what differentiated products make of the batch when no example is left in it
     (nodes pooled to graphs, say)."""
     goal = list(carrying)
@@ -259,7 +259,7 @@ def _with_products(flat: Flat, carrying: Sequence[bool], data: Sequence[bool]) -
     return goal
 
 
-def _differentiated_results(flat: Flat) -> list[bool]:
+def _differentiated_results(flat: FlatStep) -> list[bool]:
     """Tells, per value, whether a differentiated computation makes it."""
     goal = [False] * len(flat.shapes)
     for op in flat.ops:
@@ -269,7 +269,7 @@ def _differentiated_results(flat: Flat) -> list[bool]:
     return goal
 
 
-def _upstream(flat: Flat, data: Sequence[bool]) -> set[int]:
+def _upstream(flat: FlatStep, data: Sequence[bool]) -> set[int]:
     """Finds the values that differentiated ones are made of, other than from the batch."""
     upstream = set(flat.differentiated)
     for op in reversed(flat.ops):

@@ -306,7 +306,7 @@ class RowUpdate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class LookupTable:
     """Describes a parameter with row lookups.
 
     - `param`: its path; `boundary`: the site of the gradient boundary that differentiates it.
@@ -371,7 +371,7 @@ class Graph:
     suspects: tuple[Suspect, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     spreads: tuple[Spread, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[LookupTable, ...] = ()
 
     def leaf(self, path: str) -> Leaf:
         """Returns the leaf at `path`. Raises `KeyError` where there is none."""

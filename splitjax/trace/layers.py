@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from splitjax.trace.classes import Classes
-from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import Argument, StepFacts
+from splitjax.trace.flatten import BACKWARD, FlatStep
+from splitjax.trace.flow import Argument, ValueFacts
 from splitjax.trace.graph import Layer, Leaf
 from splitjax.trace.links import Linked
 from splitjax.trace.names import Names
@@ -30,8 +30,8 @@ class KnownValues:
     - `sources`: per value the parameters (leaf indices) that it is made of.
     """
 
-    flat: Flat
-    flow: StepFacts
+    flat: FlatStep
+    flow: ValueFacts
     linked: Linked
     sources: Sequence[frozenset[int]]
 
@@ -98,7 +98,7 @@ def _owner(
     index: int,
     heavy: Sequence[int],
     added: Mapping[int, int],
-    flat: Flat,
+    flat: FlatStep,
     classes: Classes,
     dim_names: Mapping[int, Names],
 ) -> int | None:
@@ -118,13 +118,13 @@ def _owner(
     return added[index] if added.get(index) in fitting else fitting[0] if fitting else None
 
 
-def _dims(index: int, flat: Flat, classes: Classes) -> tuple[tuple[int, ...], ...]:
+def _dims(index: int, flat: FlatStep, classes: Classes) -> tuple[tuple[int, ...], ...]:
     """Returns the atoms of every dim of the leaf at `index`."""
     return classes.dims(flat.inputs[index], len(flat.shapes[flat.inputs[index]]))
 
 
 def _added_to(
-    flat: Flat, flow: StepFacts, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
+    flat: FlatStep, flow: ValueFacts, linked: Linked, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
 ) -> dict[int, int]:
     """Maps a parameter to the weight whose result it meets first, elementwise and before anything mixes."""
     at = {use.op: use.leaves[0] for use in uses}
@@ -151,8 +151,8 @@ def build_layers(
     leaves: Sequence[Leaf],
     names: Mapping[int, str],
     uses: Sequence[RawUse],
-    flat: Flat,
-    flow: StepFacts,
+    flat: FlatStep,
+    flow: ValueFacts,
     norms: frozenset[int],
 ) -> tuple[Layer, ...]:
     """Builds the layers in program order, weight first among their parameters.
@@ -207,7 +207,7 @@ def _shares(use: RawUse, names: Mapping[int, str], leaves: Sequence[Leaf]) -> di
     return shares
 
 
-def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: frozenset[int]) -> str:
+def _kind(uses: Sequence[RawUse], flat: FlatStep, group: Sequence[Leaf], norms: frozenset[int]) -> str:
     """Tells the kind of a layer from its uses, and from its parameters where it has none."""
     if not uses:
         return "norm" if any(leaf.index in norms for leaf in group) else "other"
@@ -227,7 +227,7 @@ def _kind(uses: Sequence[RawUse], flat: Flat, group: Sequence[Leaf], norms: froz
 
 
 def find_norms(
-    flat: Flat, flow: StepFacts, mixing: Sequence[bool], sources: Sequence[frozenset[int]]
+    flat: FlatStep, flow: ValueFacts, mixing: Sequence[bool], sources: Sequence[frozenset[int]]
 ) -> frozenset[int]:
     """Finds the parameters that meet, before anything mixes, a value scaled by an inverse root.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from splitjax.errors import SplitjaxError, TraceError
 from splitjax.trace.classes import DimRef
 from splitjax.trace.dims import DIM_RULES, DimMap, DimRule, Label, Registry
-from splitjax.trace.flatten import Flat, Op
+from splitjax.trace.flatten import FlatStep, Op
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Linked:
     unknown: tuple[int, ...]
 
 
-def link(flat: Flat, registry: Registry = DIM_RULES) -> Linked:
+def link(flat: FlatStep, registry: Registry = DIM_RULES) -> Linked:
     """Applies the dim rule that `registry` has for every operation of `flat`.
 
     Raises `TraceError` where a rule does not fit its operation.
@@ -85,7 +85,7 @@ def qualified_name(op: Op) -> str:
     return f"{op.primitive}:{name}" if name else op.primitive
 
 
-def _apply(rule: DimRule, op: Op, flat: Flat) -> DimMap:
+def _apply(rule: DimRule, op: Op, flat: FlatStep) -> DimMap:
     """Applies a rule to an operation; raises `TraceError` where it fails or its labels do not fit the ranks."""
     inputs = [flat.shapes[v] for v in op.inputs]
     outputs = [flat.shapes[v] for v in op.outputs]

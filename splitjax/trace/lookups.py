@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from splitjax.trace.flatten import Flat, Op
-from splitjax.trace.graph import Lookup, RowUpdate, Table
+from splitjax.trace.flatten import FlatStep, Op
+from splitjax.trace.graph import Lookup, LookupTable, RowUpdate
 from splitjax.trace.row_update import Refusal, row_update
 
 
-def find_tables(flat: Flat, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[Table, ...]:
+def find_tables(flat: FlatStep, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[LookupTable, ...]:
     """Finds all parameters with row lookups inside a gradient boundary, in the order of the step's arguments.
 
     **Arguments:**
@@ -31,7 +31,7 @@ def find_tables(flat: Flat, state_results: Mapping[int, int], paths: Sequence[st
         if op.primitive == "_gradient":
             gradients.setdefault(op.inputs[0], []).append(op)
     readers = _readers(flat)
-    tables: list[Table] = []
+    tables: list[LookupTable] = []
     for leaf, value in enumerate(flat.inputs):
         if leaf in state_results and value in gradients and len(flat.shapes[value]) >= 1:
             table = _table(flat, leaf, gradients[value], readers, state_results, paths)
@@ -40,7 +40,7 @@ def find_tables(flat: Flat, state_results: Mapping[int, int], paths: Sequence[st
     return tuple(tables)
 
 
-def _readers(flat: Flat) -> Mapping[int, list[Op]]:
+def _readers(flat: FlatStep) -> Mapping[int, list[Op]]:
     """Maps a value to the operations that read it."""
     readers: dict[int, list[Op]] = {}
     for op in flat.ops:
@@ -50,13 +50,13 @@ def _readers(flat: Flat) -> Mapping[int, list[Op]]:
 
 
 def _table(
-    flat: Flat,
+    flat: FlatStep,
     leaf: int,
     gradients: Sequence[Op],
     readers: Mapping[int, list[Op]],
     state_results: Mapping[int, int],
     paths: Sequence[str],
-) -> Table | None:
+) -> LookupTable | None:
     """Describes a parameter as a table; None where nothing looks rows up in it."""
     value = flat.inputs[leaf]
     uses = list(_uses(flat, value, readers))
@@ -64,7 +64,7 @@ def _table(
     if not lookups:
         return None
     gradient, num_rows = gradients[0], flat.shapes[value][0]
-    made = Table(paths[leaf], gradient.site, num_rows, tuple(lookups), None)
+    made = LookupTable(paths[leaf], gradient.site, num_rows, tuple(lookups), None)
     reason = _dense_reason(flat, uses, gradients)
     if reason is None:
         update = row_update(flat, gradient.outputs[0], leaf, state_results, paths)
@@ -75,7 +75,7 @@ def _table(
     return dataclasses.replace(made, reason=f"{reason.reason}{where}", lazy_update=reason.lazy)
 
 
-def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[tuple[Op, int]]:
+def _uses(flat: FlatStep, value: int, readers: Mapping[int, list[Op]]) -> Iterator[tuple[Op, int]]:
     """Yields every operation of differentiated computations that reads the value, or a conversion of it, with what it
     reads."""
     for op in readers.get(value, ()):
@@ -87,7 +87,7 @@ def _uses(flat: Flat, value: int, readers: Mapping[int, list[Op]]) -> Iterator[t
             yield op, value
 
 
-def _is_row_lookup(flat: Flat, op: Op, read: int) -> bool:
+def _is_row_lookup(flat: FlatStep, op: Op, read: int) -> bool:
     """Tells whether an operation picks whole rows of the value `read`, by one number each."""
     if op.primitive != "gather" or op.inputs[0] != read or op.inputs[1] == read:
         return False
@@ -101,7 +101,7 @@ def _is_row_lookup(flat: Flat, op: Op, read: int) -> bool:
     )
 
 
-def _lookup(flat: Flat, op: Op, read: int) -> Lookup:
+def _lookup(flat: FlatStep, op: Op, read: int) -> Lookup:
     ids = flat.shapes[op.inputs[1]][:-1]
     num_ids = op.trips
     for size in ids:
@@ -113,7 +113,7 @@ def _mode(op: Op) -> str:
     return str(op.params["mode"]).rsplit(".", 1)[-1].lower()
 
 
-def _dense_reason(flat: Flat, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> Refusal | None:
+def _dense_reason(flat: FlatStep, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> Refusal | None:
     """Tells why the table's gradient has to be dense; None where it need not."""
     if len(gradients) > 1:
         return Refusal("it is differentiated more than once in the step", "")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from splitjax.trace.dims import DimMap, Label
-from splitjax.trace.flatten import Flat, Op
-from splitjax.trace.flow import StepFacts
+from splitjax.trace.flatten import FlatStep, Op
+from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
 from splitjax.trace.uses import RawUse
 
@@ -20,7 +20,7 @@ _PARTS = frozenset({"slice", "split", "dynamic_slice", "pad", "concatenate"})
 
 
 def name_dims(
-    flat: Flat, linked: Linked, flow: StepFacts, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
+    flat: FlatStep, linked: Linked, flow: ValueFacts, uses: Sequence[RawUse], sources: Sequence[frozenset[int]]
 ) -> dict[int, Names]:
     """Names the dims of every parameter.
 
@@ -51,7 +51,7 @@ def name_dims(
 
 
 def _walk_back(
-    flat: Flat, linked: Linked, flow: StepFacts, seeds: dict[int, list[RawUse]], sources: Sequence[frozenset[int]]
+    flat: FlatStep, linked: Linked, flow: ValueFacts, seeds: dict[int, list[RawUse]], sources: Sequence[frozenset[int]]
 ) -> dict[int, Names]:
     """Carries the names that uses (`seeds`: by operation) give back to the values that weights are made of."""
     names: dict[int, Names] = {}
@@ -95,7 +95,7 @@ def _label_names(dim_map: DimMap, results: Sequence[Names | None]) -> dict[Label
 
 
 def _operand_names(
-    op: Op, dim_map: DimMap, k: int, by_label: Mapping[Label, str], results: Sequence[Names | None], flat: Flat
+    op: Op, dim_map: DimMap, k: int, by_label: Mapping[Label, str], results: Sequence[Names | None], flat: FlatStep
 ) -> list[str | None]:
     """Names the dims of operand `k` after the labels, or the dims of which it is a part."""
     own = [next((by_label[label] for label in dim if label in by_label), None) for dim in dim_map.inputs[k]]

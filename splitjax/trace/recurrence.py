@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import StepFacts
+from splitjax.trace.flatten import BACKWARD, FlatStep
+from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
 
 
-def mark_recurrent(flat: Flat, linked: Linked, flow: StepFacts, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+def mark_recurrent(
+    flat: FlatStep, linked: Linked, flow: ValueFacts, uses: Mapping[int, tuple[int, int]]
+) -> frozenset[int]:
     """Finds the operations whose weight is recurrent.
 
     **Arguments:**
@@ -53,7 +55,7 @@ def mark_recurrent(flat: Flat, linked: Linked, flow: StepFacts, uses: Mapping[in
     return frozenset(recurrent | _cell_inputs(flat, linked, uses, recurrent)) if recurrent else frozenset()
 
 
-def _carry_dependence(flat: Flat) -> dict[int, set[int]]:
+def _carry_dependence(flat: FlatStep) -> dict[int, set[int]]:
     """Finds, per loop, the values of its body that depend on what the loop carries."""
     inside: dict[int, set[int]] = {}
     for loop, value in flat.carried:
@@ -66,7 +68,7 @@ def _carry_dependence(flat: Flat) -> dict[int, set[int]]:
     return inside
 
 
-def _feeds_carry(flat: Flat) -> dict[int, set[int]]:
+def _feeds_carry(flat: FlatStep) -> dict[int, set[int]]:
     """Finds, per loop, the values of its body that go into what the next iteration gets."""
     feeding: dict[int, set[int]] = {loop: set() for loop, _ in flat.carried}
     for op in reversed(flat.ops):
@@ -80,7 +82,7 @@ def _feeds_carry(flat: Flat) -> dict[int, set[int]]:
     return feeding
 
 
-def _sequence_loops(flat: Flat, flow: StepFacts, carried: Mapping[int, set[int]]) -> set[int]:
+def _sequence_loops(flat: FlatStep, flow: ValueFacts, carried: Mapping[int, set[int]]) -> set[int]:
     """Finds the loops that read data by steps: scanned, or picked from a whole sequence with a carried index."""
     loops: set[int] = set()
     for op in flat.ops:
@@ -95,7 +97,7 @@ def _sequence_loops(flat: Flat, flow: StepFacts, carried: Mapping[int, set[int]]
     return loops
 
 
-def _sliced_in(flat: Flat, flow: StepFacts) -> dict[int, frozenset[int]]:
+def _sliced_in(flat: FlatStep, flow: ValueFacts) -> dict[int, frozenset[int]]:
     """Finds, per weight, the loops of which it is one iteration's slice."""
     sliced: dict[int, frozenset[int]] = {}
     for op in flat.ops:
@@ -109,7 +111,7 @@ def _sliced_in(flat: Flat, flow: StepFacts) -> dict[int, frozenset[int]]:
     return sliced
 
 
-def _cell_inputs(flat: Flat, linked: Linked, uses: Mapping[int, tuple[int, int]], recurrent: set[int]) -> set[int]:
+def _cell_inputs(flat: FlatStep, linked: Linked, uses: Mapping[int, tuple[int, int]], recurrent: set[int]) -> set[int]:
     """Finds the uses in the same loop whose result meets a recurrent one's before anything mixes again."""
     tags: dict[int, frozenset[int]] = {}
     inputs: set[int] = set()

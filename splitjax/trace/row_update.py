@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from splitjax.trace.flatten import Flat, Op
+from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.graph import RowUpdate
 
 
@@ -65,7 +65,7 @@ class Refusal:
 
 
 def row_update(
-    flat: Flat, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]
+    flat: FlatStep, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]
 ) -> RowUpdate | Refusal:
     """Decides whether the update of one table can run on touched rows alone, and how, or why not.
 
@@ -125,7 +125,7 @@ class _Walk:
     - `refusal`: the first reason for which the update cannot run on rows.
     """
 
-    def __init__(self, flat: Flat, gradient: int, state_results: Mapping[int, int]) -> None:
+    def __init__(self, flat: FlatStep, gradient: int, state_results: Mapping[int, int]) -> None:
         self.flat, self.num_rows = flat, flat.shapes[gradient][0]
         rows = {
             flat.inputs[leaf]: leaf for leaf in state_results if flat.shapes[flat.inputs[leaf]][:1] == (self.num_rows,)

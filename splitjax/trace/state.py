@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from splitjax.trace.classes import Classes
-from splitjax.trace.flatten import Flat
-from splitjax.trace.flow import Argument, StepFacts
+from splitjax.trace.flatten import FlatStep
+from splitjax.trace.flow import Argument, ValueFacts
 from splitjax.trace.graph import Leaf
 
 
 def fallback_ties(
-    flat: Flat, arguments: Sequence[Argument], flow: StepFacts, classes: Classes
+    flat: FlatStep, arguments: Sequence[Argument], flow: ValueFacts, classes: Classes
 ) -> list[tuple[int, int]]:
     """Pairs floating-point state that dataflow left alone with the one parameter of equal shape whose path ends alike.
 
@@ -47,7 +47,7 @@ def fallback_ties(
     return pairs
 
 
-def _atoms(flat: Flat, classes: Classes, index: int) -> list[int]:
+def _atoms(flat: FlatStep, classes: Classes, index: int) -> list[int]:
     """Returns the atoms of all dims of the leaf at `index`."""
     value = flat.inputs[index]
     return [a for d in range(len(flat.shapes[value])) for a in classes.atoms.dim(value, d)]

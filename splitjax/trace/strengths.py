@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitjax.trace.classes import Strength
-from splitjax.trace.flatten import BACKWARD, Flat
-from splitjax.trace.flow import StepFacts
+from splitjax.trace.flatten import BACKWARD, FlatStep
+from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked, RawLink
 
 # In an update these put several arrays side by side; that is a copy, not the same storage.
 _COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
 
 
-def strengths(flat: Flat, linked: Linked, flow: StepFacts, raw: Sequence[RawLink]) -> list[Strength]:
+def strengths(flat: FlatStep, linked: Linked, flow: ValueFacts, raw: Sequence[RawLink]) -> list[Strength]:
     """Decides the strength of every link in `raw`.
 
     **Arguments:**
@@ -45,7 +45,7 @@ def strengths(flat: Flat, linked: Linked, flow: StepFacts, raw: Sequence[RawLink
     return of_link
 
 
-def _of_operation(flat: Flat, linked: Linked, flow: StepFacts, index: int) -> Strength:
+def _of_operation(flat: FlatStep, linked: Linked, flow: ValueFacts, index: int) -> Strength:
     """Decides the strength of an operation's links, cuts aside."""
     op = flat.ops[index]
     if op.primitive == "_gradient":
@@ -61,7 +61,7 @@ def _of_operation(flat: Flat, linked: Linked, flow: StepFacts, index: int) -> St
     return Strength.LOCAL
 
 
-def cut_operands(flat: Flat, linked: Linked, flow: StepFacts) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+def cut_operands(flat: FlatStep, linked: Linked, flow: ValueFacts) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
     """Finds two kinds of cuts, from one walk over ancestors in `flat`, its links `linked` and facts `flow`.
 
     **Returns**
@@ -113,7 +113,7 @@ def _is_branch(primitive: str, shape: tuple[int, ...], skip: tuple[int, ...]) ->
     return bool(shape) and (shape == skip or primitive not in ("mul", "div"))
 
 
-def _shared_values(flat: Flat) -> dict[int, int]:
+def _shared_values(flat: FlatStep) -> dict[int, int]:
     """Gives a bit to every value that is used more than once: only such a value can stand on both ways of a join."""
     uses = [0] * len(flat.shapes)
     for op in flat.ops:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.partitioner import COVERED, Operation, defect_of
 from splitjax.trace.classes import Classes
-from splitjax.trace.flatten import BACKWARD, Flat, Op
+from splitjax.trace.flatten import BACKWARD, FlatStep, Op
 from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims, TransformDims
 from splitjax.trace.links import qualified_name
 
 
-def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
+def find_suspects(flat: FlatStep, classes: Classes) -> tuple[Suspect, ...]:
     """Finds the operations of `flat` that a row of the table of defects covers, in program order.
 
     `classes` are the dim classes, for the atoms of the dims that must not be split.
@@ -48,7 +48,7 @@ def find_suspects(flat: Flat, classes: Classes) -> tuple[Suspect, ...]:
     return tuple(suspects)
 
 
-def operation_of(op: Op, flat: Flat) -> Operation:
+def operation_of(op: Op, flat: FlatStep) -> Operation:
     """Describes operation `op` of `flat` in the terms of the table of defects."""
     literals = {position: flat.literals[value] for position, value in enumerate(op.inputs) if value in flat.literals}
     return Operation(
@@ -60,7 +60,7 @@ def operation_of(op: Op, flat: Flat) -> Operation:
     )
 
 
-def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
+def _convolution_dims(op: Op, flat: FlatStep, classes: Classes) -> ConvolutionDims:
     """Finds the atoms of a convolution's kinds of dims. The features of the result are (group, feature), those of the
     data (group, contracted) with feature groups; with batch groups its examples are (group, example)."""
     data, weight, result = (classes.dims(value, len(flat.shapes[value])) for value in (*op.inputs[:2], op.outputs[0]))
@@ -82,7 +82,7 @@ def _convolution_dims(op: Op, flat: Flat, classes: Classes) -> ConvolutionDims:
     return ConvolutionDims(groups, batch, weight[numbers.rhs_spec[1]], features)
 
 
-def _transform_dims(op: Op, flat: Flat) -> TransformDims:
+def _transform_dims(op: Op, flat: FlatStep) -> TransformDims:
     """Finds the sizes of a Fourier transform, and whether real numbers stand behind its complex ones."""
     (operand,), (result,) = op.inputs, op.outputs
     operand_dtype, result_dtype = flat.dtypes[operand], flat.dtypes[result]

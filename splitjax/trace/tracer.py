@@ -14,8 +14,8 @@ from typing import Any
 
 from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
-from splitjax.trace.flatten import BACKWARD, Flat, flatten
-from splitjax.trace.flow import Argument, StepFacts, analyse, example_labels, is_floating
+from splitjax.trace.flatten import BACKWARD, FlatStep, flatten
+from splitjax.trace.flow import Argument, ValueFacts, analyse, example_labels, is_floating
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
@@ -65,9 +65,9 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
 
 
 def _assemble(
-    flat: Flat,
+    flat: FlatStep,
     linked: Linked,
-    flow: StepFacts,
+    flow: ValueFacts,
     arguments: Sequence[Argument],
     classes: Classes,
     examples: frozenset[int],
@@ -107,7 +107,7 @@ _JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_
 
 
 def _spreads(
-    flat: Flat,
+    flat: FlatStep,
     arguments: Sequence[Argument],
     sources: Sequence[frozenset[int]],
     names: Mapping[int, str],
@@ -145,7 +145,9 @@ def _spreads(
                 )
 
 
-def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[frozenset[int]]) -> tuple[Gradient, ...]:
+def _gradients(
+    flat: FlatStep, arguments: Sequence[Argument], sources: Sequence[frozenset[int]]
+) -> tuple[Gradient, ...]:
     """Finds the results of boundaries that are gradients of one parameter (which may have been cast before)."""
     gradients: list[Gradient] = []
     for op in flat.ops:
@@ -157,8 +159,8 @@ def _gradients(flat: Flat, arguments: Sequence[Argument], sources: Sequence[froz
 
 def _leaf(
     index: int,
-    flat: Flat,
-    flow: StepFacts,
+    flat: FlatStep,
+    flow: ValueFacts,
     arguments: Sequence[Argument],
     classes: Classes,
     dim_names: Mapping[int, Names],
@@ -184,7 +186,7 @@ def _leaf(
     )
 
 
-def _products(flat: Flat, uses: set[int]) -> Twins:
+def _products(flat: FlatStep, uses: set[int]) -> Twins:
     """Maps a value to the products between activations that read it, as (site, operand): in a backward pass that JAX
     already traced, the gradients of the weights that it met."""
     products: Twins = {}
@@ -195,7 +197,7 @@ def _products(flat: Flat, uses: set[int]) -> Twins:
     return products
 
 
-def _feeds(flat: Flat, uses: set[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
+def _feeds(flat: FlatStep, uses: set[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
     """Finds, per value, the batch leaves that reach it without passing a use of a weight."""
     feeds: list[frozenset[str]] = [frozenset()] * len(flat.shapes)
     for value, argument in zip(flat.inputs, arguments, strict=True):
@@ -210,7 +212,7 @@ def _feeds(flat: Flat, uses: set[int], arguments: Sequence[Argument]) -> list[fr
 
 def _use(
     use: RawUse,
-    flat: Flat,
+    flat: FlatStep,
     names: Mapping[int, str],
     arguments: Sequence[Argument],
     classes: Classes,
@@ -245,7 +247,7 @@ def _use(
     )
 
 
-def _unknown(flat: Flat, index: int, classes: Classes) -> Unknown:
+def _unknown(flat: FlatStep, index: int, classes: Classes) -> Unknown:
     op = flat.ops[index]
 
     def dims(values: Sequence[int]) -> tuple[tuple[Dim, ...], ...]:
@@ -264,7 +266,7 @@ _LINEAR = frozenset(
 )
 
 
-def _activation_bytes(flat: Flat, flow: StepFacts) -> int:
+def _activation_bytes(flat: FlatStep, flow: ValueFacts) -> int:
     """Sums the bytes of forward values of the batch that some backward pass reads: operands of what is not linear."""
     kept: dict[int, int] = {}
     for op in flat.ops:

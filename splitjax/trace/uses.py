@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from splitjax.trace.attention import mark_attention
-from splitjax.trace.flatten import BACKWARD, FORWARD, Flat, Op
-from splitjax.trace.flow import StepFacts
+from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
+from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
 from splitjax.trace.recurrence import mark_recurrent
 
@@ -44,7 +44,7 @@ class RawUse:
     attention: bool = False
 
 
-def find_uses(flat: Flat, linked: Linked, flow: StepFacts, sources: Sequence[frozenset[int]]) -> list[RawUse]:
+def find_uses(flat: FlatStep, linked: Linked, flow: ValueFacts, sources: Sequence[frozenset[int]]) -> list[RawUse]:
     """Finds all uses of weights in program order.
 
     **Arguments:**
@@ -74,7 +74,7 @@ def find_uses(flat: Flat, linked: Linked, flow: StepFacts, sources: Sequence[fro
     return [dataclasses.replace(use, recurrent=use.op in recurrent, attention=use.op in attention) for use in raw]
 
 
-def weight_sources(flat: Flat, flow: StepFacts) -> list[frozenset[int]]:
+def weight_sources(flat: FlatStep, flow: ValueFacts) -> list[frozenset[int]]:
     """Returns, per value of `flat` that is made of state alone (by `flow`), the parameters (leaf indices) it is made
     of.
 
@@ -100,7 +100,9 @@ def weight_sources(flat: Flat, flow: StepFacts) -> list[frozenset[int]]:
     return sources
 
 
-def _operands(op: Op, flow: StepFacts, sources: Sequence[frozenset[int]], flat: Flat) -> tuple[int, int | None] | None:
+def _operands(
+    op: Op, flow: ValueFacts, sources: Sequence[frozenset[int]], flat: FlatStep
+) -> tuple[int, int | None] | None:
     """Finds the positions of weight and data, where an operation is a use: its data carry examples, or depend on the
     batch and its result does something to examples (the inputs of an expert, which belong to no example any more) or
     to a loss."""
@@ -124,13 +126,13 @@ def _operands(op: Op, flow: StepFacts, sources: Sequence[frozenset[int]], flat: 
     return None
 
 
-def _dot_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
+def _dot_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
     contract, batch = (side[weight] for side in op.params["dimension_numbers"])
     rank = len(flat.shapes[op.inputs[weight]])
     return tuple("in" if d in contract else "expert" if d in batch else "out" for d in range(rank))
 
 
-def _conv_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
+def _conv_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
     if weight != 1:
         return (None,) * len(flat.shapes[op.inputs[weight]])
     out, in_, *spatial = op.params["dimension_numbers"].rhs_spec
@@ -141,13 +143,13 @@ def _conv_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
     )
 
 
-def _gather_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
+def _gather_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
     shape, sizes = flat.shapes[op.inputs[0]], op.params["slice_sizes"]
     looked_up = {d for d in op.params["dimension_numbers"].start_index_map if sizes[d] != shape[d]}
     return tuple("vocab" if d in looked_up else "features" for d in range(len(shape)))
 
 
-def _ragged_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
+def _ragged_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
     numbers = op.params["ragged_dot_dimension_numbers"]
     contract, batch = (side[weight] for side in numbers.dot_dimension_numbers)
     groups = {*batch, *(numbers.rhs_group_dimensions if weight == 1 else ())}
@@ -155,11 +157,11 @@ def _ragged_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
     return tuple("expert" if d in groups else "in" if d in contract else "out" for d in range(rank))
 
 
-def _scaled_names(op: Op, weight: int, flat: Flat) -> tuple[str | None, ...]:
+def _scaled_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
     return (None, "out", "in")
 
 
-_WEIGHTS: dict[str, Callable[[Op, int, Flat], tuple[str | None, ...]]] = {
+_WEIGHTS: dict[str, Callable[[Op, int, FlatStep], tuple[str | None, ...]]] = {
     "dot_general": _dot_names,
     "conv_general_dilated": _conv_names,
     "gather": _gather_names,
@@ -169,7 +171,7 @@ _WEIGHTS: dict[str, Callable[[Op, int, Flat], tuple[str | None, ...]]] = {
 }
 
 
-def product_flops(op: Op, flat: Flat) -> int:
+def product_flops(op: Op, flat: FlatStep) -> int:
     """Counts the flops of all repetitions of operation `op` of `flat`: a multiply-add is two. Zero for other than
     products."""
     out, left = math.prod(flat.shapes[op.outputs[0]]), flat.shapes[op.inputs[0]]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from splitjax.trace.classes import Atoms, refine, unite
-from splitjax.trace.flatten import Flat, Op, flatten
+from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.links import Linked, RawLink, link, tie
 from splitjax.trace.sites import Site
 from splitjax.verify.parameters import Shape
@@ -55,7 +55,7 @@ class Analysis:
     - `labels`: the class of each atom, by its number.
     """
 
-    flat: Flat
+    flat: FlatStep
     linked: Linked
     atoms: Atoms
     labels: tuple[int, ...]
@@ -101,7 +101,7 @@ def analyse(jaxpr: Any, state_results: Mapping[int, int] | None = None) -> Analy
     return Analysis(flat, linked, atoms, unite(atoms, pairs))
 
 
-def part_links(flat: Flat, shapes: list[Shape]) -> Iterator[RawLink]:
+def part_links(flat: FlatStep, shapes: list[Shape]) -> Iterator[RawLink]:
     """Yields links for dims of `flat` that are cut into equal parts, laid end to end from them (a fused projection, the
     halves of a rotation), or read in windows that tile them: the whole is (parts, part).
 

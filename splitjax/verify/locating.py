@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry
+from splitjax.compile.entry import CompiledEntry
 from splitjax.plan import spec_text
 from splitjax.trace.flatten import BACKWARD, derivative_phase
 from splitjax.trace.graph import Use
@@ -23,7 +23,7 @@ from splitjax.verify.taps import CotangentTaps, ResultTaps, Tap, Taps
 RunTapped: TypeAlias = Callable[[Callable[[], Taps]], tuple[list[Tap], list[Any], list[Any]]]
 
 
-def locate(entry: Entry, run_tapped: RunTapped, record: Callable[[Taps], None]) -> Finding | None:
+def locate(entry: CompiledEntry, run_tapped: RunTapped, record: Callable[[Taps], None]) -> Finding | None:
     """Returns the operation where values begin to differ; None where nothing differs any more once they are looked at.
 
     **Arguments:**
@@ -100,7 +100,7 @@ def _in_loop(
     return tap, difference
 
 
-def describe(entry: Entry, tap: Tap, difference: Difference) -> Finding:
+def describe(entry: CompiledEntry, tap: Tap, difference: Difference) -> Finding:
     """Says what is known of an operation whose value, or whose contribution to a cotangent, is off by `difference`.
 
     `entry` is the step as the user calls it, `tap` says which operation.
@@ -143,7 +143,7 @@ def _name(eqn: Any) -> str:
     return f"{inner.debug_info.func_name} ({eqn.primitive.name})"
 
 
-def _use_at(entry: Entry, tap: Tap) -> Use | None:
+def _use_at(entry: CompiledEntry, tap: Tap) -> Use | None:
     return next((use for use in entry.graph.uses if use.site == tap.site), None)
 
 
@@ -159,7 +159,7 @@ def _operand(tap: Tap, use: Use | None) -> str:
     return "" if tap.operand is None else f"operand {tap.operand}"
 
 
-def _layer(entry: Entry, tap: Tap, use: Use | None) -> str:
+def _layer(entry: CompiledEntry, tap: Tap, use: Use | None) -> str:
     """Returns the layer of an operation, as "in layer NAME"; of one without weights, the scope it stands in, or the
     layer of the last product before it.
     """
@@ -172,7 +172,7 @@ def _layer(entry: Entry, tap: Tap, use: Use | None) -> str:
     return f"behind layer {max(before, key=lambda earlier: earlier.site).layer}" if before else ""
 
 
-def _source(entry: Entry, tap: Tap) -> str:
+def _source(entry: CompiledEntry, tap: Tap) -> str:
     """Returns the user's line: the equation's, or that of the innermost call it stands in that has one."""
     line = _compat.source_line(tap.eqn)
     site = tap.site
@@ -183,7 +183,7 @@ def _source(entry: Entry, tap: Tap) -> str:
     return line
 
 
-def _layout(entry: Entry, tap: Tap, use: Use | None) -> str:
+def _layout(entry: CompiledEntry, tap: Tap, use: Use | None) -> str:
     """Says how the operands of an operation lie on the mesh, as far as the plan says."""
     plan = entry.plan
     parts = []
@@ -204,7 +204,7 @@ def _layout(entry: Entry, tap: Tap, use: Use | None) -> str:
     return ", ".join(parts)
 
 
-def _axes_of(entry: Entry, ratio: float) -> str:
+def _axes_of(entry: CompiledEntry, ratio: float) -> str:
     """Names the mesh axes whose sizes make a ratio, or its inverse."""
     axes = entry.plan.mesh.axes
     for size, of in ((ratio, ""), (1 / ratio if ratio else 0.0, "1 over ")):

@@ -1,17 +1,17 @@
 """Names what verification compares, and the classes of dims that it shrinks, as a reader knows them.
 
-A step's plan and trace (`compile.entry.Entry`) and a value or class go in; a path, a label or a line of the source
-comes out.
+A step's plan and trace (`compile.entry.CompiledEntry`) and a value or class go in; a path, a label or a line of the
+source comes out.
 """
 
 from __future__ import annotations
 
-from splitjax.compile.entry import Entry
+from splitjax.compile.entry import CompiledEntry
 from splitjax.verify.dim_classes import Analysis
 from splitjax.verify.taps import Tap
 
 
-def tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
+def tap_name(tap: Tap, entry: CompiledEntry) -> tuple[str, str]:
     """Returns kind and name of what a gradient boundary gives. `tap`: the value that was tapped. `entry`: the step."""
     if tap.gradient_of is not None:
         path = next(
@@ -23,7 +23,7 @@ def tap_name(tap: Tap, entry: Entry) -> tuple[str, str]:
     return ("loss", label) if tap.result == 0 else ("auxiliary", f"{label} {tap.result}")
 
 
-def class_names(analysis: Analysis, entry: Entry) -> dict[int, str]:
+def class_names(analysis: Analysis, entry: CompiledEntry) -> dict[int, str]:
     """Names each class of dims by a leaf and its dim that has it; by the operation that has it first, for those that
     are in no leaf.
 

@@ -15,14 +15,14 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry, Recipe, build_entry
+from splitjax.compile.entry import CompiledEntry, Recipe, build_entry
 from splitjax.errors import MicrobatchError
 from splitjax.plan import Plan
 from splitjax.step.arguments import bind
 from splitjax.verify.dim_classes import Misfit, Sized, analyse
 from splitjax.verify.parameters import wide
 from splitjax.verify.rewriting import Rewriter
-from splitjax.verify.sizes import Choice, Shape, transferred
+from splitjax.verify.sizes import Shape, SizeChoice, transferred
 from splitjax.verify.taps import NONE, Tap, Taps
 
 # Programs that run once: with few of LLVM's optimisations, which come behind everything that is verified here. With
@@ -41,8 +41,8 @@ class Variant:
     - `microbatches`: keep the microbatches of its boundaries.
     """
 
-    entry: Entry
-    choice: Choice | None
+    entry: CompiledEntry
+    choice: SizeChoice | None
     float64: bool
     microbatches: bool = True
 
@@ -126,7 +126,7 @@ class Pair:
     - `taps`: what the values of the taps are, in order.
     """
 
-    entry: Entry
+    entry: CompiledEntry
     subject: Callable[[Sequence[Any]], list[Any]]
     reference: Callable[[Sequence[Any]], list[Any]]
     taps: list[Tap]
@@ -211,6 +211,6 @@ def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:
     return dataclasses.replace(plan, leaves=leaves, syncs=(), partial=None)
 
 
-def matched_paths(entry: Entry) -> Mapping[int, str]:
+def matched_paths(entry: CompiledEntry) -> Mapping[int, str]:
     """Maps flat result positions of `entry` to the path of the state leaf that each is the new value of."""
     return {result: entry.plan.leaves[leaf].path for leaf, result in entry.matched.items()}

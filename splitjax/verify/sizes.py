@@ -51,7 +51,7 @@ def smallest(size: int, devices: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptSize:
     """Describes a class of dims, `label`, that keeps its `size`: `why` names the operation and its line."""
 
     label: int
@@ -60,7 +60,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
+class SizeChoice:
     """Holds the sizes that were chosen.
 
     - `analysis`: of the step as traced.
@@ -70,12 +70,12 @@ class Choice:
 
     analysis: Analysis
     new: Mapping[int, int]
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptSize, ...]
 
 
 def choose_sizes(
     analysis: Analysis, num_constants: int, devices: int, examples: Mapping[int, int], frozen: Mapping[int, str]
-) -> Choice:
+) -> SizeChoice:
     """Chooses new sizes for every class.
 
     **Arguments:**
@@ -131,7 +131,7 @@ def choose_sizes(
             del new[label]
             waiting |= dict.fromkeys(readers[label])
         waiting[index] = None
-    return Choice(analysis, new, tuple(Kept(label, analysis.sizes[label], why) for label, why in kept.items()))
+    return SizeChoice(analysis, new, tuple(KeptSize(label, analysis.sizes[label], why) for label, why in kept.items()))
 
 
 def _to_freeze(analysis: Analysis, index: int, new: Mapping[int, int]) -> list[int]:
@@ -234,7 +234,7 @@ def local_sizes(jaxpr: Any, inputs: Sequence[Shape]) -> Sized | None:
     return analysis.sized(new, len(inner.constvars))
 
 
-def transferred(choice: Choice, there_analysis: Analysis, changed: Collection[int]) -> dict[int, int]:
+def transferred(choice: SizeChoice, there_analysis: Analysis, changed: Collection[int]) -> dict[int, int]:
     """Carries a `choice` of sizes over to `there_analysis`, of the same program with another number of examples.
 
     `changed`: classes of the examples there.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
-from splitjax.compile.entry import Entry, Recipe
+from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import SplitjaxError, VerificationError
 from splitjax.lower.boundary import is_boundary
 from splitjax.lower.tables.sync_request import DENSE
@@ -32,7 +32,7 @@ from splitjax.verify.locating import locate
 from splitjax.verify.naming import class_names, tap_name
 from splitjax.verify.programs import Pair, Variant, make_pair
 from splitjax.verify.result import DimSize, Finding, Verification, VerifiedRun
-from splitjax.verify.sizes import Choice, choose_sizes, smallest
+from splitjax.verify.sizes import SizeChoice, choose_sizes, smallest
 from splitjax.verify.taps import ResultTaps, Tap, Taps
 from splitjax.verify.values import draw_values, nudged, whole_number_bound
 
@@ -48,7 +48,7 @@ _MOST_BYTES = 1 << 30
 
 
 def verify_step(
-    recipe: Recipe, mesh: jax.sharding.Mesh, entry: Entry, sizes: str = "shrunken", own_precision: bool = False
+    recipe: Recipe, mesh: jax.sharding.Mesh, entry: CompiledEntry, sizes: str = "shrunken", own_precision: bool = False
 ) -> Verification:
     """Compares every value of a step: see `ParallelStep.verify`.
 
@@ -75,7 +75,7 @@ def verify_step(
     return Verification(recipe.name, str(entry.plan.mesh), entry.plan.rules, tuple(runs))
 
 
-def _verifiable(recipe: Recipe, entry: Entry) -> tuple[Recipe, list[str]]:
+def _verifiable(recipe: Recipe, entry: CompiledEntry) -> tuple[Recipe, list[str]]:
     """Returns the recipe without the options that change numbers by design, and what is said about them."""
     notes: list[str] = []
     if recipe.backprop is not None:
@@ -96,7 +96,7 @@ class _Run:
 
     recipe: Recipe
     mesh: jax.sharding.Mesh
-    entry: Entry
+    entry: CompiledEntry
     sizes: str
     own_precision: bool
     notes: list[str]
@@ -151,7 +151,7 @@ class _Run:
             tuple(dict.fromkeys(self.notes)),
         )
 
-    def _compared(self) -> tuple[Choice | None, Variant, Pair, list[Any], list[Any]]:
+    def _compared(self) -> tuple[SizeChoice | None, Variant, Pair, list[Any], list[Any]]:
         """Builds and runs both programs at the smallest sizes that the step takes."""
         if self.sizes == "given":
             return None, *self._pair_and_values(None)
@@ -197,7 +197,7 @@ class _Run:
             self.notes.append(f"the sizes are those given, for the step does not take others: {error}")
             return None, *self._pair_and_values(None)
 
-    def _pair_and_values(self, choice: Choice | None) -> tuple[Variant, Pair, list[Any], list[Any]]:
+    def _pair_and_values(self, choice: SizeChoice | None) -> tuple[Variant, Pair, list[Any], list[Any]]:
         variant = Variant(self.entry, choice, float64=True)
         pair, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True))
         return variant, pair, values, references
@@ -228,7 +228,7 @@ class _Run:
             given, variant.types, self.entry.plan.leaves, bound, own_values=variant.choice is None, seed=self.seed
         )
 
-    def _own_differences(self, choice: Choice | None) -> list[float]:
+    def _own_differences(self, choice: SizeChoice | None) -> list[float]:
         variant = Variant(self.entry, choice, float64=False)
         _, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True))
         return [compare(a, b).relative for a, b in zip(values, references, strict=True)]
@@ -283,14 +283,14 @@ class _Run:
                 new_sizes |= dict(zip(classes, new, strict=True))
         return new_sizes
 
-    def _inside(self, site: tuple[int, ...], choice: Choice) -> list[int]:
+    def _inside(self, site: tuple[int, ...], choice: SizeChoice) -> list[int]:
         """Returns the changed classes of the operations at a site, or inside of the call that stands there."""
         flat, dims = self.analysis.flat, self.analysis.dims
         near = [op for op in flat.ops if op.site[: len(site)] == site or site[: len(op.site)] == op.site]
         labels = {label for op in near for value in (*op.inputs, *op.outputs) for dim in dims[value] for label in dim}
         return [label for label in labels if label in choice.new and label not in self._examples()]
 
-    def _lookup_rows(self, choice: Choice) -> list[int]:
+    def _lookup_rows(self, choice: SizeChoice) -> list[int]:
         flat, dims = self.analysis.flat, self.analysis.dims
         return list(dict.fromkeys(
             label for op in flat.ops if op.primitive == "gather" for dim in dims[op.inputs[0]] for label in dim
@@ -309,7 +309,7 @@ class _Run:
         ]
         return [*names, *(tap_name(tap, self.entry) for tap in pair.taps)]
 
-    def _dims(self, choice: Choice | None) -> tuple[DimSize, ...]:
+    def _dims(self, choice: SizeChoice | None) -> tuple[DimSize, ...]:
         if choice is None:
             return ()
         names = class_names(self.analysis, self.entry)

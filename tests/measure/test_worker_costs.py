@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from splitjax.measure.worker_costs import WorkerCosts, choose_cuts, next_cut
-from splitjax.partial.stages import Stage, Stages
+from splitjax.partial.stages import BackpropStages, Stage
 
 
 def chain(*times):
-    return Stages(tuple(Stage(f"layer{k}", (k,), 4, float(time), 1, 4) for k, time in enumerate(times)), 1.0)
+    return BackpropStages(tuple(Stage(f"layer{k}", (k,), 4, float(time), 1, 4) for k, time in enumerate(times)), 1.0)
 
 
 COSTS = WorkerCosts(8, 1.0, (0, 2, 3), (7.0, 3.0, 2.0), (700, 300, 200))

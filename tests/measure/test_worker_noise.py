@@ -9,7 +9,7 @@ import pytest
 
 import splitjax
 from splitjax.measure.worker_noise import WorkerNoise
-from splitjax.partial.stages import Stage, Stages
+from splitjax.partial.stages import BackpropStages, Stage
 
 NUM_WORKERS, NUM_EXAMPLES = 4, 8
 
@@ -30,7 +30,7 @@ def test_variance_and_norm_are_unbiased():
     params, batch = {"first": draw(3, 5), "last": draw(5, 2)}, {"x": draw(NUM_EXAMPLES, 3), "y": draw(NUM_EXAMPLES, 2)}
     step = splitjax.parallelize(train_step, mesh={"data": NUM_WORKERS}, rules="data_parallel")
     entry = step._programs.entry((params, batch))
-    stages = Stages((Stage("first", (0,), 60, 1.0, 1, 4), Stage("last", (1,), 40, 1.0, 1, 4)), 1.0)
+    stages = BackpropStages((Stage("first", (0,), 60, 1.0, 1, 4), Stage("last", (1,), 40, 1.0, 1, 4)), 1.0)
     measured = WorkerNoise(entry, step.mesh, NUM_WORKERS, stages, "here")
     leaves = jax.tree.leaves((params, batch))
     noise, norms = measured.measure([leaves[position] for position in measured.used])

@@ -18,7 +18,7 @@ from splitjax.measure.worker_costs import WorkerCosts, choose_cuts, next_cut
 from splitjax.partial.advice import compute_to_progress
 from splitjax.partial.depths import choose_depths
 from splitjax.partial.recommending import recommend, uniform_is_optimal
-from splitjax.partial.ways import Exchange, Measurements
+from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.sync import Link
 from tests.partial.steps import LAYERS, loss_sum, make_batch, make_state, make_step
 from tests.partial.test_depths import stages
@@ -185,13 +185,17 @@ def test_what_cannot_be_advised_on(change, error, words):
 def made(noise, forward=1.5):
     found, names = stages(1, 1, 1, forward=forward), ("l0", "l1", "l2")
     measurements = Measurements(4, dict(zip(names, noise, strict=True)), {"l0": 300.0, "l1": 200.0, "l2": 100.0})
-    full = measurements.full(choose_depths(found, PartialBackprop(), 4, "here"), Exchange(600, 1.0))
+    full = measurements.full(choose_depths(found, PartialBackprop(), 4, "here"), PredictedExchange(600, 1.0))
     return found, measurements, full
 
 
 def spatial(found, measurements, shares=None, **options):
     return measurements.spatial(
-        "spatial", "as asked", choose_depths(found, PartialBackprop(**options), 4, "here"), Exchange(450, 1.2), shares
+        "spatial",
+        "as asked",
+        choose_depths(found, PartialBackprop(**options), 4, "here"),
+        PredictedExchange(450, 1.2),
+        shares,
     )
 
 

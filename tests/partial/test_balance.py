@@ -5,13 +5,13 @@ from __future__ import annotations
 from splitjax import PartialBackprop
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import choose_depths
-from splitjax.partial.stages import Stage, Stages
+from splitjax.partial.stages import BackpropStages, Stage
 
 
 def depths_of(num_workers, forward, *times):
     """Linear depths of a chain of layers that take `times` to go back through."""
     stages = tuple(Stage(f"layer{k}", (k,), 4, float(time), 1, 4) for k, time in enumerate(times))
-    return choose_depths(Stages(stages, float(forward)), PartialBackprop(), num_workers, "here")
+    return choose_depths(BackpropStages(stages, float(forward)), PartialBackprop(), num_workers, "here")
 
 
 def test_deep_workers_get_fewer_examples():

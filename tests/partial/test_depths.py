@@ -16,12 +16,12 @@ from splitjax.partial import Measured, optimal
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import choose_depths
 from splitjax.partial.optimal import optimal_contributors
-from splitjax.partial.stages import Stage, Stages
+from splitjax.partial.stages import BackpropStages, Stage
 
 
 def stages(*times, forward=None):
     found = tuple(Stage(f"l{k}", (k,), 100, float(time), 1, 100) for k, time in enumerate(times))
-    return Stages(found, float(sum(times) / 2 if forward is None else forward))
+    return BackpropStages(found, float(sum(times) / 2 if forward is None else forward))
 
 
 def first_stages(depths):

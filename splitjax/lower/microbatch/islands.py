@@ -30,7 +30,7 @@ from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.example_relation import EXAMPLES, SAME
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
-from splitjax.lower.products.groups import Where
+from splitjax.lower.products.groups import MeshContext
 from splitjax.trace.sites import Site
 
 
@@ -71,7 +71,7 @@ class Request:
     split_sites: tuple[Site, ...]
     whole_sites: tuple[Site, ...]
     bind: Bind
-    where: Where
+    where: MeshContext
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Archipelago:
     """
 
     axes: tuple[str, ...]
-    where: Where
+    where: MeshContext
     marked: Marked
     evaluator: Evaluator
     islands: Mapping[int, Island]

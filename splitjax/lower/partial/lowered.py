@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.tables.sparse import evaluate_sparse
 from splitjax.lower.tables.sparse_step import SparseStep
 
@@ -33,7 +33,7 @@ class Lowered:
     """
 
     mesh: Mesh
-    layout: Layout
+    layout: StepLayout
     jaxpr: Any
     matched: Mapping[int, int]
     sparse: SparseStep | None

@@ -23,7 +23,7 @@ from splitjax.errors import PartialError
 from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.trace.flatten import flatten
 from splitjax.trace.sites import Site
 
@@ -76,7 +76,7 @@ class OwnLoss:
     boundary: Boundary
     forward: Any
     site: Site
-    layout: Layout
+    layout: StepLayout
     workers: WorkerMesh
     example_dims: tuple[int | None, ...]
     aux_dims: tuple[int | None, ...]
@@ -204,7 +204,9 @@ class OwnLoss:
         return [value, *(aux[k] for k in range(len(aux))), *grads]
 
 
-def own_loss(eqn: Any, twin: Any, operands: Sequence[Any], site: Site, layout: Layout, workers: WorkerMesh) -> OwnLoss:
+def own_loss(
+    eqn: Any, twin: Any, operands: Sequence[Any], site: Site, layout: StepLayout, workers: WorkerMesh
+) -> OwnLoss:
     """Prepares a boundary whose workers have losses of their own.
 
     **Arguments:**

@@ -24,7 +24,7 @@ from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
-from splitjax.partial.stages import Stages, find_stages, with_times
+from splitjax.partial.stages import BackpropStages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
 from splitjax.trace.graph import Graph
 from splitjax.trace.sites import Site, bodies, equation_at
@@ -169,7 +169,7 @@ def devices_of_worker(plan: Plan, axes: tuple[str, ...]) -> int:
 
 def stages_of(
     graph: Graph, jaxpr: Any, site: Site, request: PartialBackprop | None = None
-) -> tuple[Stages, dict[int, str]]:
+) -> tuple[BackpropStages, dict[int, str]]:
     """Finds the stages of a boundary.
 
     **Arguments:** `graph`, `jaxpr`: the step's graph and its closed jaxpr. `site`: of the boundary. `request`: its

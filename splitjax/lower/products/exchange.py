@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from splitjax.cost.flow import Flow, flows, linked
+from splitjax.cost.flow import WeightFlow, flows, linked
 from splitjax.mesh import DATA, MeshShape
 from splitjax.plan import LeafPlan, spec_axes
 from splitjax.trace.graph import Graph, Use
@@ -116,8 +116,8 @@ def derive_exchanges(
 
 def _exchange(
     graph: Graph,
-    flow: Flow,
-    chain: Sequence[Flow],
+    flow: WeightFlow,
+    chain: Sequence[WeightFlow],
     planned: Mapping[str, LeafPlan],
     mesh: MeshShape,
     batch_axes: tuple[str, ...],

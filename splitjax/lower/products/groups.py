@@ -30,7 +30,7 @@ Copies = dict[CopiesKey, tuple[jax.Array, jax.Array]]  # gathered activations: (
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
+class MeshContext:
     """Says where something is evaluated.
 
     - `mesh`: of the step.
@@ -73,7 +73,7 @@ class Product:
     """
 
     exchange: Exchange
-    where: Where
+    where: MeshContext
     eqn: Any
     data_rank: int
     weight_rank: int
@@ -169,7 +169,7 @@ def fits(exchange: Exchange, eqn: Any) -> bool:
 
 
 def evaluate_product(
-    exchange: Exchange, eqn: Any, operands: Sequence[jax.Array], where: Where, copies: Copies
+    exchange: Exchange, eqn: Any, operands: Sequence[jax.Array], where: MeshContext, copies: Copies
 ) -> list[jax.Array]:
     """Evaluates a product with a split weight, and returns its result in a list.
 

@@ -1,6 +1,6 @@
 """Evaluates the traced step equation by equation, with the plan's constraints and exchanges at their sites.
 
-The step's jaxpr and a `Layout` (what the plan decides, by site) come in. What comes out is an ordinary traceable
+The step's jaxpr and a `StepLayout` (what the plan decides, by site) come in. What comes out is an ordinary traceable
 function over the step's flat arguments, which `parallelize` compiles with `jax.jit` and the plan's shardings. Equations
 without constraints are bound as they are; a call is rebuilt (scan as scan, remat as remat) only where a constraint lies
 inside it, so that derivative rules, policies and source lines survive.
@@ -18,8 +18,8 @@ import jax
 from splitjax import _compat
 from splitjax.lower.boundary import expand, is_boundary
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.lower.products.groups import Copies, Where, evaluate_product, fits, scope
-from splitjax.lower.products.layout import Layout, SiteDecisions, named_sharding
+from splitjax.lower.products.groups import Copies, MeshContext, evaluate_product, fits, scope
+from splitjax.lower.products.layout import SiteDecisions, StepLayout, named_sharding
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.rebuilding import REBUILD, AnyJaxpr, remat
@@ -54,7 +54,7 @@ class Hooks:
     equation: EquationHook | None = None
 
 
-def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: Site, copies: Copies) -> list[Any]:
+def evaluate_equation(layout: StepLayout, eqn: Any, operands: Sequence[Any], site: Site, copies: Copies) -> list[Any]:
     """Evaluates an equation of a boundary's forward with what the layout has at its site and inside of it.
 
     `eqn` stands at `site`, and `operands` are its values; `copies` remembers gathered activations for the equations of
@@ -64,7 +64,7 @@ def evaluate_equation(layout: Layout, eqn: Any, operands: Sequence[Any], site: S
 
 
 def evaluate(
-    layout: Layout, jaxpr: _compat.ClosedJaxpr, operands: Sequence[Any], hooks: Hooks | None = None
+    layout: StepLayout, jaxpr: _compat.ClosedJaxpr, operands: Sequence[Any], hooks: Hooks | None = None
 ) -> list[Any]:
     """Evaluates the closed jaxpr `jaxpr` on flat `operands` with what `layout` has, and returns its flat results.
 
@@ -74,7 +74,12 @@ def evaluate(
 
 
 def evaluate_part(
-    layout: Layout, jaxpr: AnyJaxpr, operands: Sequence[Any], prefix: Site, sites: Sequence[Site] | None, copies: Copies
+    layout: StepLayout,
+    jaxpr: AnyJaxpr,
+    operands: Sequence[Any],
+    prefix: Site,
+    sites: Sequence[Site] | None,
+    copies: Copies,
 ) -> list[Any]:
     """Evaluates a part of a boundary's forward, and returns its flat results.
 
@@ -90,7 +95,7 @@ def evaluate_part(
 
 
 def _run(
-    layout: Layout,
+    layout: StepLayout,
     jaxpr: AnyJaxpr,
     operands: Sequence[Any],
     prefix: Site,
@@ -118,7 +123,7 @@ def _run(
 
 
 def _hooked(
-    layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
+    layout: StepLayout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
     """Evaluates an equation, by the hook for equations where that wants it."""
     if copies is None and hooks is not None and hooks.equation is not None:
@@ -131,46 +136,46 @@ def _hooked(
 
 
 def _placed(
-    layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
+    layout: StepLayout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
     """Evaluates an equation. Inside a boundary (`copies` given) products with split weights are evaluated as
     exchanges."""
     if copies is not None:
         exchange, summed = layout.exchanges.get(site), layout.sums.get(site)
         if exchange is not None and fits(exchange, eqn):
-            return evaluate_product(exchange, eqn, values, Where(layout.mesh, layout.manual), copies)
+            return evaluate_product(exchange, eqn, values, MeshContext(layout.mesh, layout.manual), copies)
         # where a surrounding shard_map handles axes, gradients are summed once, after it
         if summed is not None and not layout.manual:
             if isinstance(summed, Summed):
-                return evaluate_summed(summed, eqn, values, Where(layout.mesh))
+                return evaluate_summed(summed, eqn, values, MeshContext(layout.mesh))
             if summed.fits(eqn):
                 return evaluate_scatter(
-                    summed, eqn, values, Where(layout.mesh), layout.rematerialised, layout.convolutions.get(site)
+                    summed, eqn, values, MeshContext(layout.mesh), layout.rematerialised, layout.convolutions.get(site)
                 )
     values = _pin(layout, site, values, results=False)
     results = rewritten(eqn, values) if site in layout.rewritten else None
     if site in layout.guarded:
         results = _guarded(layout, eqn, values)
     if results is None and site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
-        results = evaluate_local(layout.convolutions[site], eqn, values, Where(layout.mesh, layout.manual))
+        results = evaluate_local(layout.convolutions[site], eqn, values, MeshContext(layout.mesh, layout.manual))
     if results is None and site in layout.transforms and eqn.primitive.name == "fft":
-        results = evaluate_transform(layout.transforms[site], eqn, values, Where(layout.mesh, layout.manual))
+        results = evaluate_transform(layout.transforms[site], eqn, values, MeshContext(layout.mesh, layout.manual))
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)
 
 
-def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
+def _guarded(layout: StepLayout, eqn: Any, values: list[Any]) -> list[Any]:
     """Evaluates a call with a custom derivative rule, in whose body and rule what XLA's partitioner gets wrong runs
     whole."""
 
     def run(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
         inner = dataclasses.replace(
-            Layout.of(layout.mesh, constraints, SiteDecisions(rewrites=rewrites)), manual=layout.manual
+            StepLayout.of(layout.mesh, constraints, SiteDecisions(rewrites=rewrites)), manual=layout.manual
         )
         return _run(
-            inner if set(layout.manual) < set(layout.mesh.axis_names) else Layout(layout.mesh, {}, frozenset()),
+            inner if set(layout.manual) < set(layout.mesh.axis_names) else StepLayout(layout.mesh, {}, frozenset()),
             jaxpr,
             operands,
             (),
@@ -184,7 +189,7 @@ def _guarded(layout: Layout, eqn: Any, values: list[Any]) -> list[Any]:
     return list(custom_call(eqn, lambda *operands: run(body, operands), run, rule)(*values))
 
 
-def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[Any]:
+def _pin(layout: StepLayout, site: Site, values: list[Any], results: bool) -> list[Any]:
     """Puts the layout's constraints on an equation's operands, or with `results` on its results; changes `values`."""
     for constraint in layout.by_site.get(site, ()):
         position = -1 - constraint.operand if results else constraint.operand
@@ -197,7 +202,7 @@ def _pin(layout: Layout, site: Site, values: list[Any], results: bool) -> list[A
 
 
 def _equation(
-    layout: Layout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
+    layout: StepLayout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
     """Evaluates an equation of which the layout says nothing: a boundary by its hook, a call anew where something lies
     inside it, and all else as it is."""

@@ -1,7 +1,7 @@
-"""Holds what a plan decides about a step's operations, by site: the `Layout` that evaluation reads.
+"""Holds what a plan decides about a step's operations, by site: the `StepLayout` that evaluation reads.
 
-The plan's constraints and the products whose collectives are written out come in, in any order; a `Layout` comes out,
-in which evaluation (`lower.products.interpret`) looks an operation up by its site.
+The plan's constraints and the products whose collectives are written out come in, in any order; a `StepLayout` comes
+out, in which evaluation (`lower.products.interpret`) looks an operation up by its site.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SiteDecisions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Holds by site what a plan decides about a step's operations, on a mesh.
 
     - `mesh`: of the step.
@@ -74,7 +74,7 @@ class Layout:
     rematerialised: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> Layout:
+    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> StepLayout:
         """Makes a layout for `mesh` of the plan's `constraints` and of what else was `decided`, in any order."""
         decided = decided or SiteDecisions()
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
@@ -102,7 +102,7 @@ class Layout:
             guarded=frozenset(decided.guarded),
         )
 
-    def without(self, manual: Sequence[str]) -> Layout:
+    def without(self, manual: Sequence[str]) -> StepLayout:
         """Returns the same layout for the inside of a `shard_map` over the axes `manual`, which do not occur in its
         constraints."""
         if not manual:

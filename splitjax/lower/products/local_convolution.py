@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.flow import Axes
-from splitjax.lower.products.groups import Where, scope
+from splitjax.lower.products.groups import MeshContext, scope
 from splitjax.mesh import MeshShape
 
 Shape = tuple[int, ...]
@@ -41,7 +41,7 @@ class _Convolution:
     """
 
     split: LocalConvolution
-    where: Where
+    where: MeshContext
     eqn: Any
     rank: int
 
@@ -94,7 +94,9 @@ def _spec(rank: int, entries: Mapping[int, Axes]) -> PartitionSpec:
     return PartitionSpec(*(entries.get(dim) or None for dim in range(rank)))
 
 
-def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[jax.Array], where: Where) -> list[jax.Array]:
+def evaluate_local(
+    split: LocalConvolution, eqn: Any, operands: Sequence[jax.Array], where: MeshContext
+) -> list[jax.Array]:
     """Evaluates a convolution device by device over all mesh axes that `where` leaves, and returns its result in a
     list.
 
@@ -114,14 +116,14 @@ def evaluate_local(split: LocalConvolution, eqn: Any, operands: Sequence[jax.Arr
         return [convolve(_Convolution(here, where, eqn, data.ndim), data, weight)]
 
 
-def is_whole(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> bool:
+def is_whole(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: MeshContext) -> bool:
     """Tells whether no axis that `where` leaves splits the convolution `eqn` of data and weight of these `shapes`, as
     `split` has it: every device along these axes computes all of it then."""
     here = _dividing(split, eqn, shapes, where)
     return not (here.groups or here.gathered or here.batch or here.contracted or here.features)
 
 
-def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: Where) -> LocalConvolution:
+def _dividing(split: LocalConvolution, eqn: Any, shapes: tuple[Shape, Shape], where: MeshContext) -> LocalConvolution:
     """Returns the axes that split an equation here, whose data and weight have these shapes. A dim that does not divide
     by its axes is whole, and so is a dim of two kinds whose groups are not split in one piece."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params

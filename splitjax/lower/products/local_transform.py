@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.flow import Axes
 from splitjax.cost.transforms import LocalTransform
-from splitjax.lower.products.groups import Where, scope
+from splitjax.lower.products.groups import MeshContext, scope
 from splitjax.mesh import MeshShape
 
 
@@ -37,7 +37,7 @@ class _Transform:
     """
 
     split: LocalTransform
-    where: Where
+    where: MeshContext
     eqn: Any
 
     @property
@@ -134,7 +134,9 @@ def _sent(value: jax.Array, dtype: str, send: Callable[[jax.Array], jax.Array]) 
     return send(value)
 
 
-def evaluate_transform(split: LocalTransform, eqn: Any, operands: Sequence[jax.Array], where: Where) -> list[jax.Array]:
+def evaluate_transform(
+    split: LocalTransform, eqn: Any, operands: Sequence[jax.Array], where: MeshContext
+) -> list[jax.Array]:
     """Evaluates an `fft` equation device by device, and returns its result in a list.
 
     **Arguments:**
@@ -149,7 +151,7 @@ def evaluate_transform(split: LocalTransform, eqn: Any, operands: Sequence[jax.A
     return [transform(_Transform(_dividing(split, operand.shape, where), where, eqn), operand)]
 
 
-def _dividing(split: LocalTransform, shape: Sequence[int], where: Where) -> LocalTransform:
+def _dividing(split: LocalTransform, shape: Sequence[int], where: MeshContext) -> LocalTransform:
     """Returns the axes that split an operand of this shape here."""
     size = MeshShape.of(where.mesh).size
     here = tuple(
@@ -158,10 +160,10 @@ def _dividing(split: LocalTransform, shape: Sequence[int], where: Where) -> Loca
     )
     here = dataclasses.replace(split, split=here)
     over = tuple(axis for dim in here.brought for axis in here.split[dim])
-    exchanges = (
-        split.exchanges and bool(over) and shape[split.example_dim] % size((*here.split[split.example_dim], *over)) == 0
-    )
-    return dataclasses.replace(here, exchanges=exchanges)
+    examples = split.example_dim
+    if not (split.exchanges and over and examples is not None):
+        return dataclasses.replace(here, exchanges=False)
+    return dataclasses.replace(here, exchanges=shape[examples] % size((*here.split[examples], *over)) == 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

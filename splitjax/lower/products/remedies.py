@@ -26,7 +26,7 @@ from splitjax.lower.products.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.partitioner import COVERED, Action, Defect, Touched, defect_named, defect_of
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
-from splitjax.trace.flatten import Flat, Op, flatten
+from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.graph import Graph, Suspect
 from splitjax.trace.suspects import operation_of
 
@@ -141,7 +141,7 @@ def whole_inside(
     return tuple(constraints), frozenset(rewritten)
 
 
-def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: Flat, mesh: MeshShape) -> list[Constraint]:
+def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: FlatStep, mesh: MeshShape) -> list[Constraint]:
     """Gathers the dims of an operation that XLA could split unevenly."""
     row, touched = covered
     pinned: list[Constraint] = []

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
-from splitjax.lower.products.groups import Where, scope, sum_into_parts
+from splitjax.lower.products.groups import MeshContext, scope, sum_into_parts
 from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.lower.products.scatter import Parts, Scatter, Summed
 from splitjax.mesh import MeshShape
@@ -44,7 +44,7 @@ class _ScatteredProduct:
     """
 
     scatter: Scatter
-    where: Where
+    where: MeshContext
     eqn: Any
     keeps: bool
     convolution: LocalConvolution | None
@@ -75,7 +75,9 @@ class _ScatteredProduct:
         """Evaluates the product of a device's examples with the whole weight."""
         operands = (weight, data) if self.scatter.weight == 0 else (data, weight)
         if self.convolution is not None and self.axes == self.scatter.axes:
-            return evaluate_local(self.convolution, self.eqn, operands, Where(self.where.mesh, self.scatter.axes))[0]
+            return evaluate_local(
+                self.convolution, self.eqn, operands, MeshContext(self.where.mesh, self.scatter.axes)
+            )[0]
         return _compat.bind_equation(self.eqn, operands)[0]
 
 
@@ -83,7 +85,7 @@ def evaluate_scatter(
     scatter: Scatter,
     eqn: Any,
     operands: Sequence[jax.Array],
-    where: Where,
+    where: MeshContext,
     rematerialised: bool,
     convolution: LocalConvolution | None = None,
 ) -> list[jax.Array]:
@@ -103,7 +105,7 @@ def evaluate_scatter(
         if convolution is not None:
             shape = list(data.shape)
             shape[scatter.example_dim] //= MeshShape.of(where.mesh).size(axes)
-            if is_whole(convolution, eqn, (tuple(shape), weight.shape), Where(where.mesh, axes)):
+            if is_whole(convolution, eqn, (tuple(shape), weight.shape), MeshContext(where.mesh, axes)):
                 axes = tuple(where.mesh.axis_names)
         return [multiply(_ScatteredProduct(scatter, where, eqn, rematerialised, convolution, axes), data, weight)]
 
@@ -191,12 +193,12 @@ class _Laid:
     """
 
     summed: Summed
-    where: Where
+    where: MeshContext
     num_examples: int
     shape: tuple[int, ...]
 
 
-def evaluate_summed(summed: Summed, eqn: Any, operands: Sequence[Any], where: Where) -> list[jax.Array]:
+def evaluate_summed(summed: Summed, eqn: Any, operands: Sequence[Any], where: MeshContext) -> list[jax.Array]:
     """Evaluates an operation with its bias or scale laid along the examples, differentiated as planned.
 
     **Arguments:**
@@ -221,7 +223,7 @@ def evaluate_summed(summed: Summed, eqn: Any, operands: Sequence[Any], where: Wh
     return [lax.broadcast_in_dim(value, out, tuple(range(len(out))))]
 
 
-def _laid(summed: Summed, value: jax.Array, out: Sequence[int], where: Where) -> jax.Array:
+def _laid(summed: Summed, value: jax.Array, out: Sequence[int], where: MeshContext) -> jax.Array:
     """Lays a bias or scale along the examples of a result of shape `out`."""
     with jax.named_scope(scope("spread", summed.layer)):
         return along(_Laid(summed, where, out[summed.example_dim], value.shape), value)

@@ -26,7 +26,7 @@ from splitjax.sync.dense import Dense
 from splitjax.sync.description import Exchange, by_owners
 from splitjax.sync.owner import OwnerSharded
 from splitjax.sync.scheme import ByRows, Capacities, Scheme
-from splitjax.trace.graph import Graph, RowUpdate, Table, itemsize
+from splitjax.trace.graph import Graph, LookupTable, RowUpdate, itemsize
 from splitjax.trace.sites import call_body, equation_at
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -80,7 +80,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     return dataclasses.replace(step, tables=tuple(again(sync) if sync.param in late else sync for sync in tables))
 
 
-def _reason(table: Table, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
+def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
     """Says why a table stays dense; empty if it need not."""
     if isinstance(asked.scheme, Dense):
         return "asked for"
@@ -124,7 +124,7 @@ def gradient_in_loop(jaxpr: Any) -> str:
     return ""
 
 
-def _update(table: Table, asked: ByRows) -> RowUpdate | None:
+def _update(table: LookupTable, asked: ByRows) -> RowUpdate | None:
     return table.update if table.update is not None or not asked.lazy else table.lazy_update
 
 
@@ -138,7 +138,7 @@ class _Syncing:
     request: SyncRequest
     chosen: Chosen | None
 
-    def table_sync(self, table: Table, may_own: bool = True) -> TableSync:
+    def table_sync(self, table: LookupTable, may_own: bool = True) -> TableSync:
         """Says how a table is synchronised by rows. `may_own`: its workers may own the rows that they hold."""
         mesh, asked = self.plan.mesh, self.request.of(table.param)
         leaf = {leaf.path: leaf for leaf in self.plan.leaves}[table.param]

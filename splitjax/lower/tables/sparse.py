@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.lower.boundary import is_boundary
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate, holds_boundary
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
 from splitjax.lower.tables.collective_order import CollectiveOrder
 from splitjax.lower.tables.lookups import Edited, EditedLookup, ids_of, rows_of
@@ -135,7 +135,7 @@ class _SparseTrace:
 def evaluate_sparse(
     step: SparseStep,
     mesh: Mesh,
-    layout: Layout,
+    layout: StepLayout,
     arguments: Sequence[Any],
     hook: BoundaryHook,
     results_of: Mapping[int, int],

@@ -13,7 +13,7 @@ from typing import Any
 from splitjax.lower.boundary import Twin
 from splitjax.lower.tables.lookups import Edited, edit_boundary
 from splitjax.lower.tables.table_sync import TableSync
-from splitjax.trace.graph import Graph, Table
+from splitjax.trace.graph import Graph, LookupTable
 from splitjax.trace.sites import Site, equation_at
 
 
@@ -31,7 +31,7 @@ class SparseStep:
     tables: tuple[TableSync, ...]
     reasons: Mapping[str, str]
 
-    def table_of(self, sync: TableSync) -> Table:
+    def table_of(self, sync: TableSync) -> LookupTable:
         """Gives the graph's table whose synchronisation `sync` is."""
         return next(table for table in self.graph.tables if table.param == sync.param)
 

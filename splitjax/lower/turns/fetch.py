@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.products.exchange import EXAMPLES
-from splitjax.lower.products.groups import Copies, Product, Where, copies_key, enter, leave, scope
+from splitjax.lower.products.groups import Copies, MeshContext, Product, copies_key, enter, leave, scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class _CrossingFetch:
     copies: Copies
 
     @property
-    def where(self) -> Where:
+    def where(self) -> MeshContext:
         """The mesh, and the axes of it that the loop handles."""
         return self.products[0].where
 

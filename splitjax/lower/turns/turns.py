@@ -30,9 +30,9 @@ from splitjax.lower.microbatch.loop import MakeFetch
 from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
 from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
-from splitjax.lower.products.groups import Copies, Product, Where
+from splitjax.lower.products.groups import Copies, MeshContext, Product
 from splitjax.lower.products.interpret import evaluate_equation, evaluate_part
-from splitjax.lower.products.layout import Layout
+from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
@@ -148,7 +148,7 @@ class TurnedBoundary:
             raise Refused("the loss does not depend on what crosses")
 
 
-def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> TurnedBoundary | None:
+def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) -> TurnedBoundary | None:
     """Cuts a boundary for turns; returns None where nothing crosses in it.
 
     **Arguments:**
@@ -189,7 +189,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: Layout, mode: Mode) -> T
     return TurnedBoundary(mode, site, groups.pop(), boundary, cut, flat, front, rear, twin_rear, dims, exchanges)
 
 
-def _require_no_whole_layers(layout: Layout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
+def _require_no_whole_layers(layout: StepLayout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
     """Raises `Refused` where a layer that is whole on every device stands behind the crossing.
 
     There, each turn would exchange its gradients. `back`: the sites of the back; `later`: the exchanges that no
@@ -240,7 +240,7 @@ def _operand_dims(
     return tuple(dims)
 
 
-def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: Layout) -> list[Any]:
+def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: StepLayout) -> list[Any]:
     """Evaluates the boundary `turned` on its `operands`: its value, aux leaves and gradients.
 
     `layout`: the step's layout."""
@@ -270,7 +270,7 @@ def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: Layo
         turned.loop(
             lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies)
         ),
-        fetches=_fetches(turned, Where(layout.mesh, inside.manual), copies),
+        fetches=_fetches(turned, MeshContext(layout.mesh, inside.manual), copies),
         known_whole_over=turned.group,
     )
     num_results = sum(turned.cut.outputs)
@@ -290,7 +290,7 @@ def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: Layo
     return [*values, *total]
 
 
-def _inside(turned: TurnedBoundary, layout: Layout) -> Layout:
+def _inside(turned: TurnedBoundary, layout: StepLayout) -> StepLayout:
     """Returns the layout inside the loop over turns.
 
     In `turns` the examples of a turn lie on every worker of a group, so that a row-split layer takes its features where
@@ -305,7 +305,7 @@ def _inside(turned: TurnedBoundary, layout: Layout) -> Layout:
     return dataclasses.replace(inside, exchanges=changed)
 
 
-def _fetches(turned: TurnedBoundary, where: Where, copies: Copies) -> dict[int, MakeFetch]:
+def _fetches(turned: TurnedBoundary, where: MeshContext, copies: Copies) -> dict[int, MakeFetch]:
     """Makes the fetches of those crossing operands of the back, by position, that products read."""
     fetches: dict[int, MakeFetch] = {}
     for k, readers in enumerate(turned.cut.readers):

@@ -71,7 +71,7 @@ class LoopOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """Holds how training ended.
 
     - `state`: the last state.
@@ -101,7 +101,7 @@ def train(
     stop: StopRequest | None = None,
     ledger: Ledger | None = None,
     profile: Profile | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """Trains to `options.num_steps`.
 
     **Arguments:**
@@ -124,7 +124,7 @@ def train(
     - `observers`: told about every step; on process 0 alone, or wherever they are given.
     - `stop`, `ledger`, `profile`: see their modules.
 
-    **Returns** an `Outcome`. A run that is asked to stop has saved when this returns.
+    **Returns** an `TrainingOutcome`. A run that is asked to stop has saved when this returns.
 
     Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is
     not finite (before that state is saved) or the batches end early, and what `step` and `checkpoints` raise.
@@ -157,7 +157,7 @@ def train(
     finally:
         profile.close()
         loop.ledger.flush()
-    return Outcome(state, number, stopped and number < options.num_steps, loop.row)
+    return TrainingOutcome(state, number, stopped and number < options.num_steps, loop.row)
 
 
 def _due(number: int, every: int | None, last: bool) -> bool:

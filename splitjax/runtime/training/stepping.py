@@ -19,7 +19,7 @@ from splitjax._filtered import FilteredStep
 from splitjax._static import partition
 from splitjax.errors import TrainingError
 from splitjax.parallelize import ParallelStep
-from splitjax.step.positions import Options
+from splitjax.step.positions import ArgumentRoles
 
 if TYPE_CHECKING:
     from splitjax.runtime.checkpoint.checkpoints import Checkpoints
@@ -197,7 +197,7 @@ class _DecoratedStep:
         return found
 
 
-def _checked_parameters(step: Any, options: Options, given: set[int], name: str) -> dict[int, str]:
+def _checked_parameters(step: Any, options: ArgumentRoles, given: set[int], name: str) -> dict[int, str]:
     """Position -> name of the step's parameters.
 
     Raises `TrainingError` for one that has no default and that the loop has nothing to give for."""

@@ -113,7 +113,7 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """Tells what became of a command.
 
     **Attributes:**
@@ -162,7 +162,7 @@ class Engine(Protocol):
         """Ends the processes of `job`, whatever they do. A job without processes is left alone."""
         ...
 
-    def next(self, timeout_seconds: float) -> Report | None:
+    def next(self, timeout_seconds: float) -> WorkerReport | None:
         """Waits for the next report, and gives it; None if there is none within `timeout_seconds`."""
         ...
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from splitjax.errors import ScheduleError
-from splitjax.schedule.execution.engine import Engine, Kind, Place, Program, Report
+from splitjax.schedule.execution.engine import Engine, Kind, Place, Program, WorkerReport
 from splitjax.schedule.execution.granted import GrantedIterations
 from splitjax.schedule.execution.real_jobs import JobRun, Status
 from splitjax.schedule.execution.records import Execution, ExecutionOptions
@@ -345,7 +345,7 @@ class _Executor:
 
     # Reports
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: WorkerReport) -> None:
         run = self.runs[report.job]
         if report.attempt != run.attempt or run.status in (Status.WAITING, Status.DONE):
             return

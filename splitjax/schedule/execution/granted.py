@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splitjax.schedule.execution.engine import Engine, Kind, Report, StepOrder
+from splitjax.schedule.execution.engine import Engine, Kind, StepOrder, WorkerReport
 from splitjax.schedule.execution.real_groups import Standing, group_state, pinned
 from splitjax.schedule.execution.real_jobs import JobRun
 from splitjax.schedule.execution.records import TaskRecord
@@ -137,7 +137,7 @@ class GrantedIterations:
         self.grants.remove(grant)
         self.runs[grant.job].grants.remove(grant)
 
-    def report(self, run: JobRun, report: Report, now: float) -> None:
+    def report(self, run: JobRun, report: WorkerReport, now: float) -> None:
         """Takes the `report` of a worker of the job `run`, at `now` in seconds, on the iteration under way."""
         if not run.grants or run.grants[0].order.number != report.number:
             return

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from splitjax.errors import ScheduleError
-from splitjax.schedule.execution.engine import Kind, Place, Program, Report, StepOrder, WorkerTask
+from splitjax.schedule.execution.engine import Kind, Place, Program, StepOrder, WorkerReport, WorkerTask
 from splitjax.schedule.model.cluster import Cluster
 
 LOOPBACK = "127.0.0.1"
@@ -82,9 +82,9 @@ class RayEngine:
             RayWorker
         )
         self._jobs: dict[int, _Started] = {}
-        self._pending: dict[Any, Callable[[Any], Report | None]] = {}
+        self._pending: dict[Any, Callable[[Any], WorkerReport | None]] = {}
         self._of: dict[Any, tuple[int, int, int]] = {}  # by pending call: job, attempt, worker
-        self._reports: list[Report] = []
+        self._reports: list[WorkerReport] = []
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
         """Starts an actor for `job` at each of `places`, which meet and then begin `program` (`Engine.start`)."""
@@ -104,9 +104,9 @@ class RayEngine:
         self._ask(job, 0, "meet", (packed,), lambda meeting: self._begin(job, held, packed, meeting))
 
     def _begin(self, job: int, held: _Started, packed: bytes, meeting: Any) -> None:
-        def begun(number: int) -> Report | None:
+        def begun(number: int) -> WorkerReport | None:
             held.left -= 1
-            return None if held.left else Report(Kind.STARTED, job, held.attempt, number=number)
+            return None if held.left else WorkerReport(Kind.STARTED, job, held.attempt, number=number)
 
         for worker in range(len(held.actors)):
             self._ask(job, worker, "begin", (packed, meeting), begun)
@@ -119,13 +119,15 @@ class RayEngine:
             worker,
             "stage",
             (number, resource),
-            lambda _: Report(Kind.STAGED, job, attempt, worker, number, resource),
+            lambda _: WorkerReport(Kind.STAGED, job, attempt, worker, number, resource),
         )
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
         """Sends `worker` of `job` the iteration that `order` names, and a second call that waits until it has computed
         (`Engine.step`)."""
-        report = functools.partial(Report, job=job, attempt=self._jobs[job].attempt, worker=worker, number=order.number)
+        report = functools.partial(
+            WorkerReport, job=job, attempt=self._jobs[job].attempt, worker=worker, number=order.number
+        )
         self._ask(job, worker, "step", (order,), lambda metrics: report(Kind.FINISHED, values=metrics))
         self._ask(
             job,
@@ -141,9 +143,9 @@ class RayEngine:
         held = self._jobs[job]
         left = [len(held.actors)]
 
-        def saved(_: Any) -> Report | None:
+        def saved(_: Any) -> WorkerReport | None:
             left[0] -= 1
-            return None if left[0] else Report(Kind.SAVED, job, held.attempt, number=number)
+            return None if left[0] else WorkerReport(Kind.SAVED, job, held.attempt, number=number)
 
         for worker in range(len(held.actors)):
             self._ask(job, worker, "save", (number,), saved)
@@ -158,7 +160,7 @@ class RayEngine:
         for actor in held.actors:
             self._ray.kill(actor, no_restart=True)
 
-    def next(self, timeout_seconds: float) -> Report | None:
+    def next(self, timeout_seconds: float) -> WorkerReport | None:
         """Waits for calls that are done, at most `timeout_seconds`, and gives the first report that comes of them; None
         if there is none (`Engine.next`)."""
         deadline = time.monotonic() + timeout_seconds
@@ -184,7 +186,7 @@ class RayEngine:
         try:
             report = then(self._ray.get(call))
         except self._ray.exceptions.RayError as error:
-            report = Report(Kind.DIED, job, attempt, worker, reason=_reason(error))
+            report = WorkerReport(Kind.DIED, job, attempt, worker, reason=_reason(error))
         if report is not None:
             self._reports.append(report)
 
@@ -194,7 +196,7 @@ class RayEngine:
         worker: int,
         method: str,
         arguments: tuple,
-        then: Callable[[Any], Report | None],
+        then: Callable[[Any], WorkerReport | None],
         *,
         group: str = "work",
     ) -> None:

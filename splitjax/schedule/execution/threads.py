@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from splitjax.schedule.execution.engine import Kind, Place, Program, Report, StepOrder, WorkerTask
+from splitjax.schedule.execution.engine import Kind, Place, Program, StepOrder, WorkerReport, WorkerTask
 
 
 class ThreadEngine:
@@ -21,7 +21,7 @@ class ThreadEngine:
     ends with that call."""
 
     def __init__(self) -> None:
-        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[WorkerReport] = queue.SimpleQueue()
         self._jobs: dict[int, _Job] = {}
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
@@ -32,13 +32,13 @@ class ThreadEngine:
         """Lets `worker` of `job` do `resource` of iteration `number` (`Engine.stage`)."""
         self._jobs[job].workers[worker].do(
             lambda task: task.stage(number, resource),
-            lambda _: Report(Kind.STAGED, job, self._jobs[job].attempt, worker, number, resource),
+            lambda _: WorkerReport(Kind.STAGED, job, self._jobs[job].attempt, worker, number, resource),
         )
 
     def step(self, job: int, worker: int, order: StepOrder) -> None:
         """Lets `worker` of `job` do the iteration that `order` names (`Engine.step`)."""
         held = self._jobs[job]
-        report = functools.partial(Report, job=job, attempt=held.attempt, worker=worker, number=order.number)
+        report = functools.partial(WorkerReport, job=job, attempt=held.attempt, worker=worker, number=order.number)
         computed = lambda: held.reports.put(report(Kind.COMPUTED))
         held.workers[worker].do(
             lambda task: task.step(order, computed), lambda metrics: report(Kind.FINISHED, values=dict(metrics))
@@ -51,7 +51,7 @@ class ThreadEngine:
         for worker in held.workers:
             worker.do(
                 lambda task: task.save(number),
-                lambda _: Report(Kind.SAVED, job, held.attempt, number=number) if done() else None,
+                lambda _: WorkerReport(Kind.SAVED, job, held.attempt, number=number) if done() else None,
             )
 
     def stop(self, job: int) -> None:
@@ -61,7 +61,7 @@ class ThreadEngine:
             for worker in held.workers:
                 worker.leave()
 
-    def next(self, timeout_seconds: float) -> Report | None:
+    def next(self, timeout_seconds: float) -> WorkerReport | None:
         """Waits for the next report, at most `timeout_seconds`; None if there is none (`Engine.next`)."""
         try:
             return self._reports.get(timeout=max(0.0, timeout_seconds))
@@ -89,7 +89,7 @@ class _Last:
 class _Job:
     """Holds the threads of a job, worker 0 first, and the queue of their reports."""
 
-    def __init__(self, job: int, program: Program, places: tuple[Place, ...], reports: queue.SimpleQueue[Report]):
+    def __init__(self, job: int, program: Program, places: tuple[Place, ...], reports: queue.SimpleQueue[WorkerReport]):
         self.attempt, self.reports = places[0].attempt, reports
         started = _Last(len(places))
         self.workers = tuple(
@@ -98,7 +98,7 @@ class _Job:
                 program,
                 place,
                 reports,
-                lambda number: Report(Kind.STARTED, job, self.attempt, number=number) if started() else None,
+                lambda number: WorkerReport(Kind.STARTED, job, self.attempt, number=number) if started() else None,
             )
             for place in places
         )
@@ -114,11 +114,11 @@ class _Worker:
         job: int,
         program: Program,
         place: Place,
-        reports: queue.SimpleQueue[Report],
-        started: Callable[[int], Report | None],
+        reports: queue.SimpleQueue[WorkerReport],
+        started: Callable[[int], WorkerReport | None],
     ):
         self._job, self._program, self._place, self._reports, self._started = job, program, place, reports, started
-        self._commands: queue.SimpleQueue[Callable[[], Report | None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], WorkerReport | None] | None] = queue.SimpleQueue()
         self._task: WorkerTask | None = None
         self._kept: Any = None
         self._left = False
@@ -132,14 +132,14 @@ class _Worker:
         self._commands.put(meet)
 
     def begin(self, meeting: Any) -> None:
-        def begin() -> Report | None:
+        def begin() -> WorkerReport | None:
             self._task = self._program.begin(dataclasses.replace(self._place, meeting=meeting))
             return self._started(self._task.restore())
 
         self._commands.put(begin)
 
-    def do(self, what: Callable[[WorkerTask], Any], report: Callable[[Any], Report | None]) -> None:
-        def do() -> Report | None:
+    def do(self, what: Callable[[WorkerTask], Any], report: Callable[[Any], WorkerReport | None]) -> None:
+        def do() -> WorkerReport | None:
             assert self._task is not None, "a worker is given nothing to do before it has begun"
             return report(what(self._task))
 
@@ -154,7 +154,7 @@ class _Worker:
             try:
                 report = command()
             except BaseException as error:  # whatever it is, it is this worker's end, and told
-                report = Report(
+                report = WorkerReport(
                     Kind.DIED,
                     self._job,
                     self._place.attempt,
