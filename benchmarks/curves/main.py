@@ -46,18 +46,23 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     if not options.page:
         virtual_devices()
-    kept = {"header": "", "results": {}} if options.printed else read(options.output)
+    kept = {"header": "", "results": {}} if options.printed and not options.keep else read(options.output)
     for key, result in () if options.page else _measure(options):
-        kept["results"][key] = result
         print(*page.lines_of(key, result), sep="\n", flush=True)
-        if not options.printed:
-            kept["header"] = _header()
+        if options.keep:
+            seeds = kept.setdefault("other_seeds", {}).setdefault(key, {})
+            seeds[str(result["seed"])] = page.ratios(result)
+        else:
+            kept["results"][key] = result
+        if options.keep or not options.printed:
+            kept["header"] = kept["header"] if options.keep else _header()
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / f"{NAME}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
     goals = page.goals(kept["results"])
     print(f"{sum(goals.values())} of {len(goals)} runs have the numbers of one device")
-    if not options.printed:
-        print("wrote", write_page(NAME, page.page(kept["header"], kept["results"]), options.output))
+    if options.keep or not options.printed:
+        lines = page.page(kept["header"], kept["results"], kept.get("other_seeds", {}))
+        print("wrote", write_page(NAME, lines, options.output))
         for name, picture in page.pictures(kept["results"]).items():
             (options.output / f"{NAME}-{name}.svg").write_text(picture, encoding="utf-8")
     return 0 if all(goals.values()) else 1
@@ -78,6 +83,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"other than {NUM_STEPS}; what they come to is printed only")
     parser.add_argument("--seed", type=int, help="first seed, other than 0; what it comes to is printed only")
     parser.add_argument(
+        "--keep", action="store_true", help="with --seed: put the ratios of that seed on the page, beside seed 0"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="ten steps of the demo's model under splitbrain, printed only"
     )
     parser.add_argument("--page", action="store_true", help="only the page and its pictures, from what was kept")
@@ -90,6 +98,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         options.steps = options.steps or 10
     elif options.data_dir is None and not options.page:
         parser.error(f"--data-dir is the folder of {TEXT_FILE}")
+    if options.keep and (not options.seed or options.rules or options.steps or "float64" in options.dtypes):
+        parser.error("--keep goes with a --seed other than 0, all rule sets and steps, and --dtypes float32 or bf16")
     options.printed = bool(options.rules or options.steps or options.seed)
     return options
 

@@ -75,8 +75,21 @@ def pictures(results: Results) -> dict[str, str]:
     return drawn
 
 
-def page(header: str, results: Results) -> list[str]:
-    """The whole page."""
+def ratios(result: Mapping[str, Any]) -> dict[str, float]:
+    """By rule set the largest distance of its run, as a multiple of the spread at that step."""
+    return {rules: round(outcome.ratio, 3) for rules, outcome in judged(result).items() if isinstance(outcome, Within)}
+
+
+def held_out(result: Mapping[str, Any]) -> float:
+    """The largest distance of any one-device run from the others, as a multiple of the spread of these."""
+    controls = np.array(result["one_device"])
+    return max(within(run, np.delete(controls, k, 0)).ratio for k, run in enumerate(controls))
+
+
+def page(
+    header: str, results: Results, other_seeds: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None
+) -> list[str]:
+    """The whole page. `other_seeds`: by cell and seed, the `ratios` of further runs."""
     met = goals(results)
     curves = [one for one in results.values() if "one_device" in one]
     num_steps = len(curves[0]["one_device"][0]) if curves else 0
@@ -101,6 +114,7 @@ def page(header: str, results: Results) -> list[str]:
         "",
         *_exact_section(results),
         *_rounded_section(results, num_orders),
+        *_other_seeds(other_seeds or {}),
         *_missed(results),
     ]
 
@@ -175,14 +189,15 @@ def _rounded_section(results: Results, num_orders: int) -> list[str]:
         rows = []
         for name, result in found.items():
             outcomes = judged(result)
-            rows.append([name, *(_rounded_text(outcomes.get(rule)) for rule in rules)])
+            rows.append([name, *(_rounded_text(outcomes.get(rule)) for rule in rules), f"{held_out(result):.2f}"])
         lines += [
             f"### {dtype}",
             "",
-            "The largest distance of a run, as a multiple of the spread at that step (up to 1 is within):",
+            "The largest distance of a run, as a multiple of the spread at that step (up to 1 is within). Last, for "
+            "comparison: each one-device run, held against the spread of the others.",
             "",
         ]
-        lines += [*table(["model", *rules], rows), ""]
+        lines += [*table(["model", *rules, "one device's own, each held out"], rows), ""]
         lines += ["What they are compared with, in nats:", "", *_spreads(found), ""]
     every = [
         (f"{key} under {rules}", outcome)
@@ -200,6 +215,28 @@ def _rounded_section(results: Results, num_orders: int) -> list[str]:
         if all(f"{case.name}/{dtype}" in results for dtype in _DTYPES):
             lines += [f"![Loss curves of {case.title}](curves-{case.name}.svg)", ""]
     return lines
+
+
+def _other_seeds(other_seeds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    if not other_seeds:
+        return []
+    rules = list(dict.fromkeys(rule for seeds in other_seeds.values() for run in seeds.values() for rule in run))
+    rows = [
+        [key, seed, *(f"{run[rule]:.2f}" if rule in run else "" for rule in rules)]
+        for key, seeds in other_seeds.items()
+        for seed, run in sorted(seeds.items(), key=lambda pair: int(pair[0]))
+    ]
+    within_spread = [ratio <= 1 for seeds in other_seeds.values() for run in seeds.values() for ratio in run.values()]
+    return [
+        "### Other seeds",
+        "",
+        "The same ratios where data and first parameters are drawn from another seed; "
+        f"{sum(within_spread)} of {len(within_spread)} runs are within. "
+        "`python -m benchmarks curves --data-dir DIR --only MODEL --dtypes DTYPE --seed SEED --keep`",
+        "",
+        *table(["cell", "seed", *rules], rows),
+        "",
+    ]
 
 
 def _spreads(found: Results) -> list[str]:

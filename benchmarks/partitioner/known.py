@@ -59,7 +59,9 @@ KINDS = (
     ),
     Kind(
         "result whose parts are uneven (JAX cannot put them together)",
-        lambda draw, outcome: "could not broadcast input array" in outcome.message,
+        lambda draw, outcome: (
+            "could not broadcast input array" in outcome.message or "IndivisibleError" in outcome.message
+        ),
     ),
     Kind(
         "convolution: the compiler dies",

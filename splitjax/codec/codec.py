@@ -176,7 +176,8 @@ class Codec(Generic[T]):
         return {name: fields[name].type.read(self, value, f"{dot}{name}") for name, value in values.items()}
 
     def object(self, kind: type, values: Any, place: str) -> dict[str, Any]:
-        """Returns a copy of `values` if it is the JSON object of a `kind`."""
+        """Returns a copy of `values`, which stand at the key path `place`, if they are the JSON object of a `kind`.
+        Raises `error` otherwise."""
         if not isinstance(values, dict):
             names = ", ".join(fields_by_name(kind)) if dataclasses.is_dataclass(kind) else ""
             self.fail(self.wording.needs_object(kind), values, place, f"give its keys: {names}" if names else "give {}")
@@ -187,13 +188,15 @@ class Codec(Generic[T]):
         return reader_of(hint).read(self, value, place)
 
     def fail(self, message: str, value: Any, place: str, remedy: str = "") -> NoReturn:
-        """Raises `error`; without a `remedy` to make the document anew."""
+        """Raises `error` with a `message` about the `value` at the key path `place`, and a `remedy`: by default to make
+        the document anew."""
         raise self.error(
             self.wording.lead + message, value=value, place=place or self._whole, remedy=remedy or self._remake
         )
 
     def wrong(self, words: str, value: Any, place: str, remedy: str = "") -> NoReturn:
-        """Raises `error` for a `value` at `place` that is not what `words` say."""
+        """Raises `error` for a `value` at the key path `place` that is not what `words` say, with a `remedy`: by
+        default to give that."""
         name = place.rpartition(".")[2] or self._whole
         self.fail(self.wording.wrong(name, words), value, place, remedy or f"give {words}, or {self._remake}")
 

@@ -54,15 +54,29 @@ Count: typing.TypeAlias = Annotated[int, Where(lambda number: number >= 0, "size
 
 
 class Reading(Protocol):
-    """Describes who reads, a `Codec`: it makes dataclasses of objects, and raises the errors of its documents. Its
-    methods are explained there."""
+    """Describes who reads, a `Codec`: it makes dataclasses of objects, and raises the errors of its documents."""
 
     @property
-    def finite(self) -> bool: ...
-    def instance(self, kind: type, values: Any, place: str) -> Any: ...
-    def object(self, kind: type, values: Any, place: str) -> dict[str, Any]: ...
-    def fail(self, message: str, value: Any, place: str, remedy: str = "") -> NoReturn: ...
-    def wrong(self, words: str, value: Any, place: str, remedy: str = "") -> NoReturn: ...
+    def finite(self) -> bool:
+        """Tells whether infinities and NaN are refused."""
+        ...
+
+    def instance(self, kind: type, values: Any, place: str) -> Any:
+        """Returns the dataclass `kind` that the JSON object `values` at the key path `place` stands for."""
+        ...
+
+    def object(self, kind: type, values: Any, place: str) -> dict[str, Any]:
+        """Returns a copy of `values`, which stand at the key path `place`, if they are the JSON object of a `kind`."""
+        ...
+
+    def fail(self, message: str, value: Any, place: str, remedy: str = "") -> NoReturn:
+        """Raises the documents' error with a `message` about the `value` at the key path `place`, and a `remedy`."""
+        ...
+
+    def wrong(self, words: str, value: Any, place: str, remedy: str = "") -> NoReturn:
+        """Raises the documents' error for a `value` at the key path `place` that is not what `words` say, with a
+        `remedy`."""
+        ...
 
 
 _Read = Callable[[Reading, Any, str], Any]  # (codec, JSON value, place) -> value

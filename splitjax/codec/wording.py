@@ -40,7 +40,7 @@ class Wording:
 
     @property
     def subject(self) -> str:
-        """What the messages call the document."""
+        """Returns what the messages call the document."""
         return "it" if self.lead else f"the {self.bare}"
 
     def not_json(self, why: str) -> str:

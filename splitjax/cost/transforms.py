@@ -67,7 +67,7 @@ class LocalTransform:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Those of them along which the result is split as the operand is."""
+        """Lists the dims brought together along which the result is split as the operand is."""
         return tuple(dim for dim in self.brought if self.keeps(dim))
 
     def keeps(self, dim: int) -> bool:
@@ -76,7 +76,7 @@ class LocalTransform:
 
     @property
     def result_split(self) -> tuple[Axes, ...]:
-        """For each dim of the result the axes that split it."""
+        """Lists for each dim of the result the axes that split it."""
         result = [axes if dim not in self.brought or self.keeps(dim) else () for dim, axes in enumerate(self.split)]
         if self.exchanges and self.example_dim is not None:
             left = tuple(axis for dim in self.brought if not self.keeps(dim) for axis in self.split[dim])

@@ -51,7 +51,7 @@ class Position:
 
     def to_json(self) -> dict[str, int]:
         """`{"epoch": int, "batch": int}`, for `json.dumps`."""
-        return _JSON.values(_Entry(self.epoch, self.batch))
+        return _JSON.values(_PositionEntry(self.epoch, self.batch))
 
     @classmethod
     def from_json(cls, value: Any) -> Position:
@@ -61,14 +61,14 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class _PositionEntry:
     """Holds what JSON has of a position: both numbers, always."""
 
     epoch: int
     batch: int
 
 
-class _Words(Wording):
+class _PositionWords(Wording):
     """Says of every value that has not the keys of a position that it is none."""
 
     def needs_object(self, kind: type) -> str:
@@ -81,7 +81,9 @@ class _Words(Wording):
 
 
 _JSON = Codec(
-    _Entry, DataError, _Words("a position", 'give what to_json returned: {"epoch": 0, "batch": 0} is the start')
+    _PositionEntry,
+    DataError,
+    _PositionWords("a position", 'give what to_json returned: {"epoch": 0, "batch": 0} is the start'),
 )
 
 START: Position = Position()

@@ -160,7 +160,7 @@ class Vocabulary:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class _FileEntry:
     """Holds what JSON has of a vocabulary."""
 
     level: Level
@@ -168,7 +168,7 @@ class _Entry:
     digest: str
 
 
-class _Words(Wording):
+class _FileWords(Wording):
     """Says of every value that has not the keys of a vocabulary that it is none."""
 
     def not_json(self, why: str) -> str:
@@ -181,7 +181,7 @@ class _Words(Wording):
 
 
 def _read(codec: Codec[Any], values: Any, place: str) -> Vocabulary:
-    entry = codec.instance(_Entry, values, place)
+    entry = codec.instance(_FileEntry, values, place)
     vocabulary = Vocabulary(entry.words, entry.level)
     if vocabulary.digest != entry.digest:
         codec.fail("a damaged vocabulary: its words do not fit its digest", entry.digest, place)
@@ -191,8 +191,10 @@ def _read(codec: Codec[Any], values: Any, place: str) -> Vocabulary:
 _JSON = Codec(
     Vocabulary,
     DataError,
-    _Words("a vocabulary", "make it anew from the training text: load_text gives the same vocabulary each time"),
-    forms={Vocabulary: Form(lambda vocabulary: _Entry(vocabulary.level, vocabulary.words, vocabulary.digest), _read)},
+    _FileWords("a vocabulary", "make it anew from the training text: load_text gives the same vocabulary each time"),
+    forms={
+        Vocabulary: Form(lambda vocabulary: _FileEntry(vocabulary.level, vocabulary.words, vocabulary.digest), _read)
+    },
     indent=0,
 )
 

@@ -91,7 +91,7 @@ class Carried:
         seen = (
             _SeenEntry(inputs, known.syncs, known.num_steps, known.fell_back) for inputs, known in self.seen.items()
         )
-        return _JSON.values(_Entry(tuple(seen), self.num_steps))
+        return _JSON.values(_CarriedEntry(tuple(seen), self.num_steps))
 
     @staticmethod
     def parse(value: Mapping[str, Any], arrays: Mapping[str, Any]) -> Carried:
@@ -125,7 +125,7 @@ class _SeenEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class _CarriedEntry:
     """Holds what JSON has of a `Carried`."""
 
     seen: tuple[_SeenEntry, ...]
@@ -133,7 +133,7 @@ class _Entry:
 
 
 _JSON = Codec(
-    _Entry,
+    _CarriedEntry,
     CheckpointError,
     Wording(
         "a value that a step carried",

@@ -220,7 +220,8 @@ def memory_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def collective_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """(op over axis, their number in a step, the bytes that a device sends), the largest first, then the sum."""
+    """Lists the collectives of `plan` by op and axis: what they are, their number in a step, and the bytes that a
+    device sends, the largest first, then the sum."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for collective in plan.collectives:
         count, total = sums.get((collective.op, collective.axis), (0, 0))

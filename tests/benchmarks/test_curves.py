@@ -169,3 +169,33 @@ def test_the_page_counts_what_misses_and_draws_every_model():
     assert list(pictures) == ["lstm"] and "curves-lstm.svg" in text
     assert "float32" in pictures["lstm"] and "bf16" in pictures["lstm"] and "megatron" in pictures["lstm"]
     assert pictures == page.pictures(results)
+
+
+def test_the_page_shows_other_seeds_and_one_device_held_out():
+    result = {
+        "seed": 0,
+        "one_device": CONTROLS.tolist(),
+        "wrong": (CONTROLS[0] * 1.1).tolist(),
+        "runs": {"fsdp": {"losses": noisy(20, 1e-3).tolist(), "num_sharded": 1, "seconds": 1.0}},
+    }
+    assert page.held_out(result) == pytest.approx(
+        max(within(CONTROLS[k], np.delete(CONTROLS, k, 0)).ratio for k in range(9))
+    )
+    far = {**result, "one_device": [*CONTROLS[:8].tolist(), (CONTROLS[8] + 1).tolist()]}
+    assert page.held_out(far) > 100
+    text = "\n".join(
+        page.page("- header", {"resnet/bf16": result}, {"resnet/bf16": {"3": {"fsdp": 0.32, "megatron": 1.2}}})
+    )
+    assert "1 of 2 runs are within" in text and "| resnet/bf16 | 3 | 0.32 | 1.20 |" in text
+    assert "Other seeds" not in "\n".join(page.page("- header", {"resnet/bf16": result}))
+
+
+def test_only_whole_runs_of_other_seeds_are_kept(capsys):
+    for arguments in (
+        ["--keep"],
+        ["--keep", "--seed", "1", "--steps", "3"],
+        ["--keep", "--seed", "1", "--dtypes", "float64"],
+    ):
+        with pytest.raises(SystemExit):
+            curves.main(["--data-dir", "nowhere", *arguments])
+        assert "--keep" in capsys.readouterr().err

@@ -36,7 +36,7 @@ from splitjax.report.hlo import CompiledCollective
 from splitjax.report.value import CompiledMemory, Report, ReportMemory
 from splitjax.runtime.checkpoint.carrying import taken_apart
 from splitjax.runtime.checkpoint.description import Description
-from splitjax.runtime.checkpoint.state_match import Leaf
+from splitjax.runtime.checkpoint.state_match import StateLeaf
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.sync.analysis import Figures, Profile, TensorProfile
 from splitjax.sync.profile import Sparsity, Table
@@ -170,12 +170,12 @@ CARRIED = Carried(
     7,
 )
 LEAVES = (
-    Leaf("params/a", (8, 16), "float32"),
-    Leaf("key", (), "key<fry>", "threefry2x32"),
-    Leaf("name", (), "str", value="adam"),
-    Leaf("rate", (), "float32", value=math.nan),
-    Leaf("is_on", (), "bool", value=True),
-    Leaf("count", (), "int32", value=3),
+    StateLeaf("params/a", (8, 16), "float32"),
+    StateLeaf("key", (), "key<fry>", "threefry2x32"),
+    StateLeaf("name", (), "str", value="adam"),
+    StateLeaf("rate", (), "float32", value=math.nan),
+    StateLeaf("is_on", (), "bool", value=True),
+    StateLeaf("count", (), "int32", value=3),
 )
 EXTRA = {"position": {"epoch": 1, "batch": 2}, "list": [1, None, 2.5, "\u00fc"], "nested": {"a": {}}}
 

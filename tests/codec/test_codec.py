@@ -21,8 +21,8 @@ from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, P
 from splitjax.report.depths import ReportedDepth
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.value import CompiledMemory, ReportMemory
-from splitjax.runtime.checkpoint.state_match import Leaf
-from splitjax.runtime.training.ledger import Attempt
+from splitjax.runtime.checkpoint.state_match import StateLeaf
+from splitjax.runtime.training.ledger import RecordedAttempt
 from splitjax.schedule.model.jobs import Depth, Stages
 from splitjax.sync.analysis import Figures
 from splitjax.verify.result import ComparedValue, DimSize, Finding, VerifiedRun
@@ -230,9 +230,9 @@ def test_files_are_whole_and_errors_name_them(tmp_path):
 
 TEXT = st.text(max_size=5)
 PARTS = (
-    AdviceRow, Attempt, Collective, ComparedValue, CompiledCollective, CompiledMemory, Constraint, Depth, DimSize,
-    Figures, Finding, LayerPlan, Leaf, LeafPlan, Memory, PartialPlan, Recommendation, ReportedDepth, ReportMemory,
-    StageAdvice, Stages, SyncPlan, VerifiedRun,
+    AdviceRow, Collective, ComparedValue, CompiledCollective, CompiledMemory, Constraint, Depth, DimSize,
+    Figures, Finding, LayerPlan, StateLeaf, LeafPlan, Memory, PartialPlan, Recommendation, ReportedDepth, ReportMemory,
+    RecordedAttempt, StageAdvice, Stages, SyncPlan, VerifiedRun,
 )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax.compile.programs import signature_key
-from splitjax.step.positions import bind, make_options
+from splitjax.step.arguments import bind
+from splitjax.step.positions import make_options
 
 
 def step(state, batch, mode):

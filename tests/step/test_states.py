@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from splitjax.errors import StateError
-from splitjax.step.positions import bind, make_options
+from splitjax.step.arguments import bind
+from splitjax.step.positions import make_options
 from splitjax.step.states import match_states
 
 STATE = {"b": jnp.zeros(2), "w": jnp.zeros((3, 2))}

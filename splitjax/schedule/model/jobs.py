@@ -218,7 +218,7 @@ class JobProfile:
         )
 
 
-class _Words(Wording):
+class _ProfileWords(Wording):
     """Names the field that is wrong: a profile is written by hand, without splitjax at hand."""
 
     def needs_object(self, kind: type) -> str:
@@ -237,7 +237,7 @@ class _Words(Wording):
 PROFILE_JSON = Codec(
     JobProfile,
     ScheduleError,
-    _Words(
+    _ProfileWords(
         "a job profile",
         "write profiles with write_profiles, or splitjax profile --job",
         remake="mend the file, or make it anew",
