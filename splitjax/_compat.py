@@ -321,8 +321,8 @@ def pullback(eqn: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
             merged = list(values)
             for i, value in zip(positions, differentiated, strict=True):
                 merged[i] = value
-            found = bind_equation(eqn, merged)
-            return [found[i] for i in results]
+            outputs = bind_equation(eqn, merged)
+            return [outputs[i] for i in results]
 
         return jax.vjp(function, *[values[i] for i in positions])[1](cotangents)
 
@@ -391,10 +391,10 @@ def as_weakly_typed(array: jax.Array) -> jax.Array:
 def detected_cluster() -> str | None:
     """A name for the cluster manager that JAX finds this process to be started by, such as `slurm`; None if it finds
     none."""
-    found = (
+    present = (
         kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()
     )
-    kind = next(found, None)
+    kind = next(present, None)
     return None if kind is None else kind.name or kind.__name__
 
 
@@ -425,7 +425,7 @@ def coordination_service(address: str, num_processes: int, heartbeat_seconds: in
 
 def varying_axes(*operands: Any) -> frozenset[str]:
     """The manual mesh axes that some of the operands vary over, as far as JAX knows (`check_vma=True`)."""
-    return frozenset().union(*(jax.typeof(one).mat.varying for one in operands))
+    return frozenset().union(*(jax.typeof(operand).mat.varying for operand in operands))
 
 
 def vary(operand: Any, axes: frozenset[str]) -> Any:

@@ -62,7 +62,7 @@ def value_and_grad(
             return plain(*args, **kwargs)
         args = positional(f, args, kwargs)
         value, aux, gradients = _differentiate(
-            f, args, {n % len(args): one for n, one in wanted.items()}, has_aux, bounded
+            f, args, {n % len(args): only for n, only in wanted.items()}, has_aux, bounded
         )
         return ((value, aux) if has_aux else value), gradients[0] if single else gradients
 
@@ -101,8 +101,8 @@ def _wanted(argnums: Any) -> dict[int, Any]:
     """Differentiated argument number -> filter of the variables that are, in order."""
     chosen = (argnums,) if isinstance(argnums, (int, nnx.DiffState)) else tuple(argnums)
     wanted: dict[int, Any] = {}
-    for one in chosen:
-        number, only = (one.argnum, one.filter) if isinstance(one, nnx.DiffState) else (int(one), nnx.Param)
+    for choice in chosen:
+        number, only = (choice.argnum, choice.filter) if isinstance(choice, nnx.DiffState) else (int(choice), nnx.Param)
         if number in wanted:
             raise GradientError(
                 "argnums names an argument twice",
@@ -145,10 +145,10 @@ def _map_objects(fn: Callable, tree: Any) -> Any:
 
 
 def _array_leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
+    arrays: list[Any] = []
     for leaf in jax.tree.leaves(tree, is_leaf=_is_object):
-        found += jax.tree.leaves(nnx.flatten(leaf, with_paths=False)[1]) if _is_object(leaf) else [leaf]
-    return found
+        arrays += jax.tree.leaves(nnx.flatten(leaf, with_paths=False)[1]) if _is_object(leaf) else [leaf]
+    return arrays
 
 
 def _differentiate(
@@ -173,8 +173,8 @@ def _differentiate(
                     graphdef, state = splitting.split(value)
                     states = ()
                 else:
-                    graphdef, state, other = splitting.split(value, wanted[number], ...)
-                    states = (other,)
+                    graphdef, state, fixed = splitting.split(value, wanted[number], ...)
+                    states = (fixed,)
                 graphs.append(graphdef)
                 rest.append(states)
                 return _Part(state, len(graphs) - 1)
@@ -210,7 +210,8 @@ def _differentiate(
         with nnx.merge_context(_TAG, inner=False) as context:
             aux = traced[-1].merge(new, context)
     gradients = tuple(
-        jax.tree.map(lambda leaf: leaf.state if _is_part(leaf) else leaf, one, is_leaf=_is_part) for one in gradients
+        jax.tree.map(lambda leaf: leaf.state if _is_part(leaf) else leaf, gradient, is_leaf=_is_part)
+        for gradient in gradients
     )
     return value, aux, gradients
 
@@ -231,7 +232,7 @@ class _Outside:
             graphs.append(graphdef)
             return _Part(state, len(graphs) - 1)
 
-        after = [split(one) for one in objects]
+        after = [split(node) for node in objects]
         aux = _map_objects(split, aux)
         leaves, tree = jax.tree.flatten((after, aux))
         values = [leaf for leaf in leaves if id(leaf) not in known]
@@ -241,7 +242,7 @@ class _Outside:
     def merge(self, new: Sequence[Any], context: Any) -> Any:
         """Updates the caller's objects, and returns the auxiliary result."""
         values = iter(new)
-        after, aux = jax.tree.unflatten(self.tree, [next(values) if one is None else one[0] for one in self.old])
+        after, aux = jax.tree.unflatten(self.tree, [next(values) if old is None else old[0] for old in self.old])
         for part in after:
             context.merge(self.graphs[part.number], part.state)
         return jax.tree.map(
@@ -256,10 +257,10 @@ def _check_sharing(f: Callable, args: tuple, wanted: dict[int, Any]) -> None:
     seen: dict[int, tuple[bool, str]] = {}
     for number, arg in enumerate(args):
         matches = nnx.filterlib.to_predicate(wanted[number]) if number in wanted else (lambda path, value: False)
-        for one in jax.tree.leaves(arg, is_leaf=_is_object):
-            for path, value in nnx.iter_graph(one) if _is_object(one) else ():
+        for leaf in jax.tree.leaves(arg, is_leaf=_is_object):
+            for path, value in nnx.iter_graph(leaf) if _is_object(leaf) else ():
                 if isinstance(value, nnx.Variable):
-                    chosen = number in wanted and (one is value or matches(path, value))
+                    chosen = number in wanted and (leaf is value or matches(path, value))
                     place = f"argument {number}" + "".join(f"/{part}" for part in path)
                     before, where = seen.setdefault(id(value), (chosen, place))
                     if before != chosen:

@@ -88,7 +88,8 @@ class ObjectGraph:
     def members(self) -> dict[int, tuple[int, ...]]:
         """Group -> its leaves."""
         return {
-            group: tuple(k for k, one in enumerate(self.groups) if one == group) for group in (STATE, CONSTANTS, READ)
+            group: tuple(k for k, group_of_leaf in enumerate(self.groups) if group_of_leaf == group)
+            for group in (STATE, CONSTANTS, READ)
         }
 
     @functools.cached_property
@@ -161,7 +162,7 @@ def empty(result: Any, objects: Sequence[Any]) -> tuple[Any, Any, tuple]:
     that it was given.
     """
     leaves, tree = jax.tree.flatten(result, is_leaf=is_object)
-    known = {id(one): number for number, one in enumerate(objects)}
+    known = {id(given): number for number, given in enumerate(objects)}
     made: list[Any] = []
     for position, leaf in enumerate(leaves):
         if is_object(leaf):
@@ -299,12 +300,12 @@ def shared_as(like: Any, copies: Any) -> Any:
     leaves, tree = jax.tree.flatten(like, is_leaf=is_object)
     places = [k for k, leaf in enumerate(leaves) if is_object(leaf)]
     new = jax.tree.leaves(copies, is_leaf=is_object)
-    old_objects, new_objects = ([found[k] for k in places] for found in (leaves, new))
+    old_objects, new_objects = ([all_leaves[k] for k in places] for all_leaves in (leaves, new))
     graphdef, flat = nnx.flatten(tuple(old_objects))
     values = [
         raw(by_id[id(leaf)]) if is_variable(leaf) else _at(new_objects, path)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     ]
-    for k, one in zip(places, nnx.unflatten(graphdef, values), strict=True):
-        new[k] = one
+    for k, rebuilt in zip(places, nnx.unflatten(graphdef, values), strict=True):
+        new[k] = rebuilt
     return jax.tree.unflatten(tree, new)

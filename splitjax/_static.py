@@ -71,8 +71,8 @@ class Half:
 
     def combine(self, arrays: Any) -> Any:
         """Returns the pytree with these `arrays`, given in any structure, in order."""
-        found = iter(jax.tree.leaves(arrays))
-        return jax.tree.unflatten(self.tree, [next(found) if leaf is ARRAY else leaf.value for leaf in self.leaves])
+        remaining = iter(jax.tree.leaves(arrays))
+        return jax.tree.unflatten(self.tree, [next(remaining) if leaf is ARRAY else leaf.value for leaf in self.leaves])
 
 
 def partition(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Any, Half]:

@@ -135,9 +135,9 @@ class EquinoxStep(FilteredStep[P, R]):
         numbers = tuple(n + 1 for n in self._options.state_argnums if n < len(args))
 
         def rebuild(leaves: Sequence[Any]) -> tuple:
-            found = iter(leaves)
+            remaining = iter(leaves)
             mine = [halves[n - 1] for n in numbers]
-            return tuple(half.combine([next(found) for leaf in half.leaves if leaf is ARRAY]) for half in mine)
+            return tuple(half.combine([next(remaining) for leaf in half.leaves if leaf is ARRAY]) for half in mine)
 
         return Call(step, (static, *dynamic), numbers, rebuild)
 
@@ -167,14 +167,14 @@ def _whole(value: Any) -> Half:
 
 def _static_leaves(halves: Sequence[Half], names: Sequence[str]) -> dict[str, Any]:
     """Path -> static leaf."""
-    found = {}
+    by_path = {}
     for number, half in enumerate(halves):
         name = names[number] if number < len(names) else f"arg{number}"
         tree = jax.tree.unflatten(half.tree, half.leaves)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             inner = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[f"{name}/{inner}" if inner else name] = leaf
-    return found
+            by_path[f"{name}/{inner}" if inner else name] = leaf
+    return by_path
 
 
 def value_and_grad(fun: Callable | None = None, has_aux: bool = False, *, microbatches: int | None = None) -> Callable:

@@ -63,7 +63,7 @@ class MeshShape:
         if axis is None:
             return 1
         if not isinstance(axis, str):
-            return math.prod(self.size(one) for one in axis)
+            return math.prod(self.size(name) for name in axis)
         for name, size in self.axes:
             if name == axis:
                 return size

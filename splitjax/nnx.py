@@ -186,7 +186,7 @@ class NNXStep(FilteredStep[P, R]):
     # A call, taken apart.
 
     def _pack(self, args: tuple) -> Call:
-        found: list[tuple[int, str, Any]] = []  # argument number, name, object
+        placed: list[tuple[int, str, Any]] = []  # argument number, name, object
         shells: list[Any] = []
         fixed: list[tuple[int, Fixed]] = []
         args = with_static_defaults(self._options, args)
@@ -195,17 +195,17 @@ class NNXStep(FilteredStep[P, R]):
                 fixed.append((number, Fixed(arg)))
                 shells.append(None)
             else:
-                shells.append(self._take_objects(number, arg, found))
-        order = sorted(range(len(found)), key=lambda k: rank(found[k][2]))
+                shells.append(self._take_objects(number, arg, placed))
+        order = sorted(range(len(placed)), key=lambda k: rank(placed[k][2]))
         slots = {k: position for position, k in enumerate(order)}
         shells = jax.tree.map(
             lambda leaf: Slot(slots[leaf.number]) if isinstance(leaf, Slot) else leaf, shells, is_leaf=is_slot
         )
-        found = [found[k] for k in order]
-        numbers = self._numbers(args, {number for number, _, _ in found})
-        objects = tuple(one for _, _, one in found)
+        placed = [placed[k] for k in order]
+        numbers = self._numbers(args, {number for number, _, _ in placed})
+        objects = tuple(leaf for _, _, leaf in placed)
         graphdef, flat = nnx.flatten(objects)
-        static = self._static(graphdef, flat, found, numbers["state"], tuple(fixed))
+        static = self._static(graphdef, flat, placed, numbers["state"], tuple(fixed))
         graph = static.graph
         states = (STATE, *(n + FIRST for n in numbers["plain"]))
         step = self._step(
@@ -224,11 +224,11 @@ class NNXStep(FilteredStep[P, R]):
         )
 
     def _static(
-        self, graphdef: Any, flat: Any, found: list[tuple[int, str, Any]], state: tuple[int, ...], fixed: tuple
+        self, graphdef: Any, flat: Any, placed: list[tuple[int, str, Any]], state: tuple[int, ...], fixed: tuple
     ) -> _StaticObjects:
         """The static argument. One object for equal calls, so that the plain step compares it by identity."""
-        names = tuple(name for _, name, _ in found)
-        key = (graphdef, names, tuple(number in state for number, _, _ in found), fixed)
+        names = tuple(name for _, name, _ in placed)
+        key = (graphdef, names, tuple(number in state for number, _, _ in placed), fixed)
         try:
             known, has_hash = self._statics.get(key), True
         except TypeError:  # `Static` finds a hash for lists and dicts, and says what has none
@@ -243,8 +243,8 @@ class NNXStep(FilteredStep[P, R]):
         self._paths = known.graph.paths
         return known
 
-    def _take_objects(self, number: int, arg: Any, found: list[tuple[int, str, Any]]) -> Any:
-        """The argument with slots in place of its objects, which go to `found`."""
+    def _take_objects(self, number: int, arg: Any, placed: list[tuple[int, str, Any]]) -> Any:
+        """The argument with slots in place of its objects, which go to `placed`."""
         names = self._options.names
         name = names[number] if number < len(names) else f"arg{number}"
         leaves, tree = jax.tree_util.tree_flatten_with_path(arg, is_leaf=is_object)
@@ -252,8 +252,8 @@ class NNXStep(FilteredStep[P, R]):
         for path, leaf in leaves:
             if is_object(leaf):
                 inner = jax.tree_util.keystr(path, simple=True, separator="/")
-                found.append((number, f"{name}/{inner}" if inner else name, leaf))
-                leaf = Slot(len(found) - 1)
+                placed.append((number, f"{name}/{inner}" if inner else name, leaf))
+                leaf = Slot(len(placed) - 1)
             shell.append(leaf)
         return jax.tree.unflatten(tree, shell)
 

@@ -228,13 +228,13 @@ def _read(file: pathlib.Path) -> dict[str, Any]:
             place="--config",
             remedy="give a TOML file with options as keys, such as batch_size = 64",
         ) from error
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in tables.items():
         inner = value if isinstance(value, dict) and key in GROUPS else {key: value}
-        for name, one in inner.items():
+        for name, setting in inner.items():
             _check_name(name, file)
-            found[name] = one
-    return found
+            settings[name] = setting
+    return settings
 
 
 def _fields() -> dict[str, dataclasses.Field]:

@@ -89,7 +89,9 @@ def dispatch(
         return lambda *operands: jax.tree.map(lambda result: vary(result, axes), kernel(*operands))
 
     branches = {name: varying(kernel) for name, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None}
-    return lax.platform_dependent(*(vary(one, axes) for one in operands), default=varying(reference), **branches)
+    return lax.platform_dependent(
+        *(vary(operand, axes) for operand in operands), default=varying(reference), **branches
+    )
 
 
 def partitions_nothing() -> bool:

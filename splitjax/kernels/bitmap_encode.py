@@ -112,11 +112,11 @@ def encode_tpu(presence: jax.Array, *, interpret: Any = False) -> jax.Array:
 
 def _kernel(entries, weights, words):
     byte = lax.broadcasted_iota(jnp.int32, words.shape, 1) >> 5  # which byte of a word a lane gets
-    found = jnp.zeros(words.shape, jnp.int32)
+    packed = jnp.zeros(words.shape, jnp.int32)
     for part in range(_ROW // _PART):
         bits = entries[:, part * _PART : (part + 1) * _PART].astype(jnp.float32).astype(jnp.bfloat16)
         sums = jnp.dot(bits, weights[...], preferred_element_type=jnp.float32).astype(jnp.int32)
         placed = sums << (byte << 3)
         together = placed + sum(pltpu.roll(placed, shift, 1) for shift in (32, 64, 96))
-        found = jnp.where(byte == part, together, found)
-    words[...] = found
+        packed = jnp.where(byte == part, together, packed)
+    words[...] = packed

@@ -209,7 +209,7 @@ def _tpu_kernel(
     def num_chunks(count):
         return lax.div(count + (chunk - 1), jnp.int32(chunk))
 
-    def other(distance):
+    def device_at(distance):
         device = own + distance
         return jnp.where(device >= devices, device - devices, device)
 
@@ -231,7 +231,7 @@ def _tpu_kernel(
         barrier = pltpu.get_barrier_semaphore()
 
         def signal(distance, nothing):
-            pl.semaphore_signal(barrier, 1, device_id=address(other(distance)))
+            pl.semaphore_signal(barrier, 1, device_id=address(device_at(distance)))
             return nothing
 
         lax.fori_loop(1, devices, signal, None)
@@ -239,7 +239,7 @@ def _tpu_kernel(
 
     def to_device(distance, turn):
         # Each begins with its right neighbour, so that no device is everybody's target at once; its own rows come last.
-        device = other(distance)
+        device = device_at(distance)
 
         def one_chunk(part, turn):
             slot = turn & 1
@@ -278,7 +278,7 @@ def _tpu_kernel(
             sending(0, own, 0).wait_recv()
             return nothing
 
-        return lax.fori_loop(0, num_chunks(incoming[other(distance)]), one_chunk, nothing)
+        return lax.fori_loop(0, num_chunks(incoming[device_at(distance)]), one_chunk, nothing)
 
     lax.fori_loop(1, devices, from_device, None)
 

@@ -174,7 +174,7 @@ def sums_tpu(
 def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, windows, rows, last_start, semaphore, *, capacity):
     step = pl.program_id(0)
     block, window = values.shape[0], windows.shape[1]
-    own, other = windows.at[step & 1], windows.at[1 - (step & 1)]
+    own, previous = windows.at[step & 1], windows.at[1 - (step & 1)]
     start = jnp.maximum(first_rank[0, 0, 0], 0) & -TILE_ROWS
     has_slots = start < capacity
 
@@ -212,14 +212,14 @@ def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, windows, rows, la
     @pl.when(step > 0)
     def take_over():
         shared = pl.multiple_of(start - last_start[0], TILE_ROWS)
-        own[pl.ds(0, TILE_ROWS), :] += other[pl.ds(shared, TILE_ROWS), :]
+        own[pl.ds(0, TILE_ROWS), :] += previous[pl.ds(shared, TILE_ROWS), :]
 
     def write(source, at):
         return pltpu.make_async_copy(source, sums.at[pl.ds(pl.multiple_of(at, TILE_ROWS), window)], semaphore)
 
     @pl.when((step > 0) & (last_start[0] < capacity))
     def after_the_one_before():
-        write(other, last_start[0]).wait()
+        write(previous, last_start[0]).wait()
 
     last_start[0] = start
 
@@ -242,7 +242,7 @@ def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: A
     """
     width = values.shape[1]
     num_blocks = ceil_div(values.shape[0], _GPU_BLOCK)
-    values, ranks = (pad_rows(one, num_blocks * _GPU_BLOCK, filler) for one, filler in ((values, 0), (ranks, -1)))
+    values, ranks = (pad_rows(array, num_blocks * _GPU_BLOCK, filler) for array, filler in ((values, 0), (ranks, -1)))
     codes, part_ranks = _gpu_codes(ranks.reshape(num_blocks, _GPU_BLOCK), capacity)
     sums, parts = plgpu.kernel(
         functools.partial(_gpu_kernel, width=width),

@@ -237,9 +237,9 @@ def _written(report: Report) -> dict[str, Any]:
     return {**fields, "by_op": by_op, "by_layer": by_layer, **lists}
 
 
-def _written_collective(one: ReportedCollective) -> dict[str, Any]:
+def _written_collective(collective: ReportedCollective) -> dict[str, Any]:
     """Gives a collective as one flat object that begins with what people look for."""
-    fields, compiled = fields_of(one), fields_of(one.compiled)
+    fields, compiled = fields_of(collective), fields_of(collective.compiled)
     del fields["compiled"], compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
     planned = fields.pop("planned")

@@ -86,11 +86,11 @@ def _transform_dims(op: Op, flat: FlatStep) -> TransformDims:
     """Finds the sizes of a Fourier transform, and whether real numbers stand behind its complex ones."""
     (operand,), (result,) = op.inputs, op.outputs
     operand_dtype, result_dtype = flat.dtypes[operand], flat.dtypes[result]
-    maker = next((other for other in flat.ops if operand in other.outputs), None)
+    maker = next((earlier for earlier in flat.ops if operand in earlier.outputs), None)
     if maker is not None and maker.primitive == "convert_element_type":
         operand_dtype = _narrower(operand_dtype, flat.dtypes[maker.inputs[0]])
-    readers = [other for other in flat.ops if result in other.inputs]
-    if readers and all(other.primitive == "real" for other in readers) and result not in flat.outputs:
+    readers = [later for later in flat.ops if result in later.inputs]
+    if readers and all(reader.primitive == "real" for reader in readers) and result not in flat.outputs:
         result_dtype = flat.dtypes[readers[0].outputs[0]]
     return TransformDims(
         len(op.params["fft_lengths"]),

@@ -138,8 +138,8 @@ class _DecoratedStep:
             self._positions = self._find(states, result)
         if not self._positions:
             return state, result
-        (rest,) = (one for place, one in enumerate(result) if place not in self._positions.values())
-        new = tuple(result[self._positions[k]] if k in self._positions else one for k, one in enumerate(states))
+        (rest,) = (output for place, output in enumerate(result) if place not in self._positions.values())
+        new = tuple(result[self._positions[k]] if k in self._positions else old for k, old in enumerate(states))
         return (new[0] if self._is_single else new), rest
 
     def _split_states(self, state: Any) -> Sequence[Any]:
@@ -171,21 +171,23 @@ class _DecoratedStep:
     def _find(self, states: Sequence[Any], result: Any) -> dict[int, int]:
         """State -> its position among the results: as `state_outnums` says, else by structure, shapes and dtypes. NNX
         objects change in place, and a pytree of them does where it does not come back."""
-        objects = {k: self._changes_states and _is_object(one) for k, one in enumerate(states)}
+        objects = {k: self._changes_states and _is_object(state) for k, state in enumerate(states)}
         wanted = [k for k in range(len(states)) if not objects[k]]
         results = result if type(result) in (tuple, list) else (result,)
-        kinds, found = [_kind(one) for one in results], {}
+        kinds, positions = [_kind(output) for output in results], {}
         if self._options.state_outnums is not None:
-            found = dict(zip(wanted, self._options.state_outnums, strict=True))
+            positions = dict(zip(wanted, self._options.state_outnums, strict=True))
         else:
             for k in wanted:
                 kind = _kind(states[k])
-                free = (place for place, one in enumerate(kinds) if one == kind and place not in found.values())
+                free = (
+                    place for place, offered in enumerate(kinds) if offered == kind and place not in positions.values()
+                )
                 place = next(free, None)
                 if place is not None:
-                    found[k] = place
-        missing = [k for k in wanted if k not in found and not (self._changes_states and _holds_objects(states[k]))]
-        if missing or (found and len(results) != len(found) + 1):
+                    positions[k] = place
+        missing = [k for k in wanted if k not in positions and not (self._changes_states and _holds_objects(states[k]))]
+        if missing or (positions and len(results) != len(positions) + 1):
             names = ", ".join(self._parameters.get(self._state_numbers[k], f"state {k}") for k in wanted)
             raise TrainingError(
                 f"a step returns its new states ({names}) and its metrics, and nothing else",
@@ -194,7 +196,7 @@ class _DecoratedStep:
                 remedy="return a tuple of the states and one mapping of metrics, or the loss; steps made by like() "
                 "return no state",
             )
-        return found
+        return positions
 
 
 def _checked_parameters(step: Any, options: ArgumentRoles, given: set[int], name: str) -> dict[int, str]:
@@ -255,7 +257,7 @@ def _checked_metrics(metrics: Any) -> Mapping[str, Any]:
 def _outline(value: Any) -> str:
     """Types and shapes, to the first level."""
     if type(value) in (tuple, list):
-        inner = (type(one).__name__ if type(one) in (tuple, list) else _outline(one) for one in value)
+        inner = (type(part).__name__ if type(part) in (tuple, list) else _outline(part) for part in value)
         return f"{type(value).__name__} of {', '.join(inner) or 'nothing'}"
     is_array = hasattr(value, "dtype") and hasattr(value, "shape")
     return f"{value.dtype}{list(value.shape)}" if is_array else type(value).__name__
