@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from splitjax.trace.graph import Graph
     from splitjax.verify import Verification
 
-logger = logging.getLogger("splitjax")
+logger: logging.Logger = logging.getLogger("splitjax")
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -85,7 +85,7 @@ ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
 ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
 """
-STYLE = _RULES.replace("ROOT", _ROOT)
+STYLE: str = _RULES.replace("ROOT", _ROOT)
 # A lane is divided among so many that share it; where there are more, it is grey.
 _MOST_SHARED = 9
 _CROWDED = "rgb(128, 128, 128)"

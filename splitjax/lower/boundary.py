@@ -111,7 +111,7 @@ def _result_types(*operands: Any, **params: Any) -> tuple[list[Any], Any]:
     return [*forward.out_avals, *(operands[i] for i in params["positions"])], _compat.jaxpr_effects(forward)
 
 
-value_and_grad_p = _compat.define_primitive(
+value_and_grad_p: _compat.Primitive = _compat.define_primitive(
     PRIMITIVE, lambda *operands, **params: expand(params, operands), _result_types
 )
 

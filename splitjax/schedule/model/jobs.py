@@ -234,7 +234,7 @@ class _ProfileWords(Wording):
         return f"{name} {'are' if words == 'a list' else 'is'} {words}"
 
 
-PROFILE_JSON = Codec(
+PROFILE_JSON: Codec[JobProfile] = Codec(
     JobProfile,
     ScheduleError,
     _ProfileWords(
