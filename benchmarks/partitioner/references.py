@@ -51,8 +51,7 @@ class References:
             return None
         leaves, structure = jax.tree.flatten(program.function.eval_shape(*program.arguments))
         with np.load(path) as arrays:
-            # Dtypes that numpy does not know, such as bfloat16, are stored as plain bytes.
-            values = [arrays[f"leaf{k}"].view(leaf.dtype).reshape(leaf.shape) for k, leaf in enumerate(leaves)]
+            values = [_restored(arrays[f"leaf{k}"], leaf) for k, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, values)
 
     def _write(self, program: Ready, value: Any) -> None:
@@ -69,7 +68,18 @@ NOTHING_KEPT = References()
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The same bytes in a dtype that `np.load` reads without help."""
+    """The same values in a dtype that `np.load` reads without help: the bytes of dtypes that numpy does not know, such
+    as bfloat16; zeros for the gradients of integers, whose dtype (float0) has no bytes."""
     if array.dtype.kind in "biufc":
         return array
+    if array.dtype.itemsize == 0:
+        return np.zeros(array.shape, bool)
     return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def _restored(array: np.ndarray, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """What `_plain` was given: an array of the shape and dtype of `leaf`."""
+    dtype = np.dtype(leaf.dtype)
+    if dtype.itemsize == 0:
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    return array.view(dtype).reshape(leaf.shape)

@@ -244,6 +244,18 @@ def test_kept_references_come_back_as_they_were(tmp_path):
     assert dtypes(first) == dtypes(references.of(ready, never))
 
 
+def test_gradients_of_integers_are_kept_too(tmp_path):
+    """Their dtype, float0, has no bytes."""
+    ready = prepare(draw("kept", 3, "dot"))
+    assert isinstance(ready, Ready)
+    function = jax.jit(lambda *arguments: np.zeros((2, 3), jax.dtypes.float0))
+    program = dataclasses.replace(ready, function=function)
+    references = References(str(tmp_path))
+    (first,) = references.of([program], lambda programs: [np.zeros((2, 3), jax.dtypes.float0)])
+    (second,) = references.of([program], lambda programs: [])
+    assert (first.shape, first.dtype) == (second.shape, second.dtype) == ((2, 3), jax.dtypes.float0)
+
+
 def test_a_kept_reference_alone_makes_nothing_wrong(tmp_path):
     """What differs from kept numbers, which another version may have written, is compared with this one's."""
     references = References(str(tmp_path))
