@@ -246,7 +246,7 @@ def test_kept_references_come_back_as_they_were(tmp_path):
 
 def test_gradients_of_integers_are_kept_too(tmp_path):
     """Their dtype, float0, has no bytes."""
-    ready = prepare(draw("kept", 3, "dot"))
+    ready = prepare(dataclasses.replace(draw("kept", 3, "dot"), dtype="float32"))
     assert isinstance(ready, Ready)
     function = jax.jit(lambda *arguments: np.zeros((2, 3), jax.dtypes.float0))
     program = dataclasses.replace(ready, function=function)
