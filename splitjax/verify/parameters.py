@@ -105,6 +105,15 @@ def _convolution(
     return changed
 
 
+def _fourier_transform(
+    params: Mapping[str, Any], ins: Shapes, outs: Shapes, new_ins: Shapes, new_outs: Shapes
+) -> dict[str, Any]:
+    # The lengths are those of the side that has all elements: a transform from or to real numbers halves the other.
+    count = len(params["fft_lengths"])
+    sides = zip(new_ins[0][-count:], new_outs[0][-count:], strict=True)
+    return {"fft_lengths": tuple(max(sizes) for sizes in sides)} if count else {}
+
+
 def _behind_keys(
     params: Mapping[str, Any], ins: Shapes, outs: Shapes, new_ins: Shapes, new_outs: Shapes
 ) -> dict[str, Any]:
@@ -116,6 +125,7 @@ _CHANGES: dict[str, Change] = {
     "rng_uniform": _result_shape("shape"), "rng_bit_generator": _result_shape("shape"),
     "reshape": _result_shape("new_sizes"), "dynamic_slice": _result_shape("slice_sizes"), "slice": _slice,
     "gather": _gather, "conv_general_dilated": _convolution,
+    "fft": _fourier_transform,
     "random_bits": _behind_keys, "random_split": _behind_keys,
     "split": lambda params, ins, outs, new_ins, new_outs: {"sizes": tuple(shape[params["axis"]] for shape in new_outs)},
     "top_k": lambda params, ins, outs, new_ins, new_outs: {"k": new_outs[0][params.get("axis", -1)]},

@@ -23,11 +23,11 @@ def test_the_headline_names_the_link_in_bits():
 def test_the_forward_pass_is_charged_to_the_last_layers_alone():
     # Of 4 s the first layer takes 1 and has a quarter of the noise; the last takes 1, and 2 of the forward pass.
     cells = [dict(zip(rows.LAYER_COLUMNS, line, strict=True)) for line in rows.layer_rows(ADVICE)]
-    assert [line["noise / cost"] for line in cells] == ["1", "1"]
+    assert [line["noise / cost"] for line in cells] == ["1.00", "1.00"]
     assert [line["share"] for line in cells] == ["50.0 %", "50.0 %"]
     assert [line["memory to here"] for line in cells] == ["1.0 KiB", "512 B"]
 
 
 def test_a_way_is_compared_with_full_backpropagation():
     _, half = rows.rows(ADVICE)
-    assert half[:4] == ("spatial", "50.0 %", "2 s", "3 s") and half[9] == "1.5"
+    assert half[:4] == ("spatial", "50.0 %", "2.00 s", "3.00 s") and half[9] == "1.50"

@@ -16,8 +16,12 @@ PROFILE = Profile("step", 2, (8, 8), (TABLE,))
 def test_steps_of_a_table_say_mean_least_and_most():
     cells = [dict(zip(rows.STEP_COLUMNS, line, strict=True)) for line in rows.step_rows(PROFILE)]
     assert [line["table"] for line in cells] == ["table", ""]
-    assert (cells[0]["rows"], cells[0]["least of a worker"], cells[0]["most of a worker"]) == ("15 %", "10 %", "20 %")
-    assert [line["sum of all"] for line in cells] == ["2", "1.5"]
+    assert (cells[0]["rows"], cells[0]["least of a worker"], cells[0]["most of a worker"]) == (
+        "15.0 %",
+        "10.0 %",
+        "20.0 %",
+    )
+    assert [line["sum of all"] for line in cells] == ["2.00", "1.50"]
 
 
 def test_the_headline_counts_steps_and_examples():

@@ -10,7 +10,7 @@ import pytest
 
 import splitjax.schedule
 from splitjax.errors import ScheduleError
-from splitjax.schedule import Cluster, Depth, Job, JobProfile, Stages, profile_table
+from splitjax.schedule import Cluster, Depth, Job, JobProfile, Stages
 from splitjax.schedule.model.jobs import JobColumns, resident_bytes
 
 RESNET = JobProfile(
@@ -63,20 +63,6 @@ def test_resources_and_memory():
     assert columns.resource_seconds[0, 2] == pytest.approx(2 * RESNET.partial_seconds(2))
     with pytest.raises(ValueError, match="read-only"):
         columns.num_workers[0] = 1
-
-
-def test_a_profile_as_a_table():
-    table = profile_table(RESNET, 4)
-    assert (
-        table.row_count == 4
-        and list(table.columns[-1].cells) == ["1", "1", "2", ""]
-        and list(table.columns[2].cells)[0] == "74.900"
-    )
-    many = profile_table(JobProfile.uniform("m", 0.3, num_depths=96), 4)
-    assert (
-        list(many.columns[1].cells) == ["100.0%", "75.0%", "50.0%", "25.0%", "1.0%"]
-        and "91 more depths" in many.caption
-    )
 
 
 def test_profiles_as_json():

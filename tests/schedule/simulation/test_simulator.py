@@ -293,7 +293,7 @@ def test_comparison_adds_the_gang_policy_of_the_same_order():
     assert {"avg_jct", "p99_jct", "makespan", "busy", "iteration_efficiency", "cost_efficiency", "bound"} <= set(
         figures["gang-srtf"]
     )
-    assert all(table.row_count == 2 for table in found.tables())
+    assert all(name in str(found) for name in started)
     with pytest.raises(ScheduleError, match="no policy of this name"):
         compare(jobs, TWO, ["gang-srtf", "nope"])
 
