@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_error(error, Console(stderr=True))
             return USER_ERROR
     command = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,  # type: ignore[arg-type]  # a union of commands, which tyro takes and its types do not say
         prog="splitjax",
         description="Train a JAX step on many devices with the same numbers.",
         args=arguments,

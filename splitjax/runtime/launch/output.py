@@ -163,7 +163,7 @@ class Output:
 
     def _drop(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fileobj)
-        key.fileobj.close()  # type: ignore[union-attr]
+        key.fileobj.close()  # type: ignore[union-attr]  # pipes are registered, no descriptors
 
 
 def make_log_dir(path: pathlib.Path) -> pathlib.Path:
