@@ -48,7 +48,7 @@ lint: $(MARKED)-test ## check style, formatting and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python tests/typing/check_package.py
 
-mutants: $(MARKED)-test ## change one line of the package at a time: each time a test has to fail (15 minutes on two cores)
+mutants: $(MARKED)-test ## change one line of the package at a time: each time a test has to fail (a few minutes on two cores)
 	$(BIN)/python -m benchmarks mutants --jobs $(JOBS) $(MUTANTS_ARGS)
 
 notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
