@@ -12,13 +12,26 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from benchmarks.partitioner.run import Ready
+from benchmarks.partitioner.draw import Draw
+
+
+class Traced(Protocol):
+    """A drawn program with a jitted function and its arguments."""
+
+    @property
+    def draw(self) -> Draw: ...
+    @property
+    def function(self) -> Callable[..., Any]: ...
+    @property
+    def arguments(self) -> tuple[dict[str, Any], ...]: ...
+
+
+Program = TypeVar("Program", bound=Traced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +41,7 @@ class References:
 
     folder: str = ""
 
-    def of(self, programs: Sequence[Ready], evaluate: Callable[[Sequence[Ready]], Sequence[Any]]) -> list[Any]:
+    def of(self, programs: Sequence[Program], evaluate: Callable[[Sequence[Program]], Sequence[Any]]) -> list[Any]:
         """The results of `programs` on one device: those that are kept, and for the rest what `evaluate` gives of them,
         which is kept from now on."""
         if not self.folder:
@@ -41,20 +54,20 @@ class References:
                 self._write(programs[k], value)
         return kept
 
-    def _path(self, program: Ready) -> pathlib.Path:
+    def _path(self, program: Traced) -> pathlib.Path:
         digest = hashlib.sha256(program.draw.to_json().encode()).hexdigest()[:16]
         return pathlib.Path(self.folder) / f"{program.draw.number}-{digest}.npz"
 
-    def _read(self, program: Ready) -> Any:
+    def _read(self, program: Traced) -> Any:
         path = self._path(program)
         if not path.exists():
             return None
-        leaves, structure = jax.tree.flatten(program.function.eval_shape(*program.arguments))
+        leaves, structure = jax.tree.flatten(jax.eval_shape(program.function, *program.arguments))
         with np.load(path) as arrays:
             values = [_restored(arrays[f"leaf{k}"], leaf) for k, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, values)
 
-    def _write(self, program: Ready, value: Any) -> None:
+    def _write(self, program: Traced, value: Any) -> None:
         path = self._path(program)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
