@@ -240,6 +240,34 @@ def test_layers_around_a_transform_are_split_to_fit_each_other():
     assert plan.leaf("embed").spec == (None, "model") and plan.leaf("up").spec == ("model", None)
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_split_dim_of_one_element_a_device(gradient):
+    """It is summed up: what a gather leaves is in a memory layout that the CPU backend's transform does not take, and
+    the step does not compile."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(2)
+        params = {"up": jnp.asarray(rng.normal(size=(WIDTH, 4))), "down": jnp.asarray(rng.normal(size=(4, 8)))}
+
+        def step(params, batch):
+            def loss(params):
+                hidden = jnp.tanh(batch["x"] @ params["up"])
+                hidden = jnp.fft.ifft(jnp.fft.fft(hidden, axis=-1) ** 2, axis=-1).real
+                logits = (hidden @ params["down"]).mean(1)
+                picked = jnp.take_along_axis(logits, batch["y"][:, None], 1)[:, 0]
+                return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+            value, gradients = GRADIENTS[gradient](loss)(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+        mesh = {"data": 2, "model": 4}
+        parallel = splitjax.parallelize(step, mesh=mesh, rules="megatron", donate=False)
+        want, want_loss = jax.jit(step)(params, batch())
+        got, loss = parallel(params, batch())
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, want)
+        assert {leaf.path: leaf.spec for leaf in parallel.plan(params, batch()).leaves}["up"] == (None, "model")
+
+
 @functools.cache
 def _lowered(mesh):
     with jax.enable_x64(True):
