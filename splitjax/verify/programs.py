@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -209,8 +209,3 @@ def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:
         for leaf, like in zip(plan.leaves, types, strict=True)
     )
     return dataclasses.replace(plan, leaves=leaves, syncs=(), partial=None)
-
-
-def matched_paths(entry: CompiledEntry) -> Mapping[int, str]:
-    """Maps flat result positions of `entry` to the path of the state leaf that each is the new value of."""
-    return {result: entry.plan.leaves[leaf].path for leaf, result in entry.matched.items()}
