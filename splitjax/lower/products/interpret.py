@@ -60,7 +60,8 @@ def evaluate_equation(layout: StepLayout, eqn: Any, operands: Sequence[Any], sit
     `eqn` stands at `site`, and `operands` are its values; `copies` remembers gathered activations for the equations of
     the same forward. Returns the equation's results.
     """
-    return _placed(layout, eqn, list(operands), site, None, copies)
+    with _named(layout, site):
+        return _placed(layout, eqn, list(operands), site, None, copies)
 
 
 def evaluate(
@@ -115,11 +116,18 @@ def _run(
     for index, eqn in enumerate(inner.eqns):
         with _compat.equation_context(eqn):
             site = (*prefix, index) if sites is None else (*prefix, *sites[index])
-            layer = layout.names.get(site)
-            with contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer)):
+            with _named(layout, site):
                 results = _hooked(layout, eqn, [read(a) for a in eqn.invars], site, hooks, copies)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in inner.outvars]
+
+
+def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager under which a product carries the name of its layer into the compiled step, wherever it
+    is evaluated: reports and profiles know it again by that. The user's lines do not tell, as JAX traces some functions
+    once in a process and keeps the lines of the first call."""
+    layer = layout.names.get(site)
+    return contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer))
 
 
 def _hooked(
