@@ -64,8 +64,8 @@ ROOMS = (
     "runtime.training",
     "runtime.scheduled",
     "runtime",
-    "models",
     "data",
+    "models",
     "splitjax",
     "cli",
 )
