@@ -25,6 +25,7 @@ ROOMS = (
     "partitioner",
     "plan",
     "kernels",
+    "primitives",
     "trace",
     "rules",
     "cost",

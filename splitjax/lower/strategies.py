@@ -39,9 +39,9 @@ from splitjax.lower.products.interpret import BoundaryHook, EvalForward, evaluat
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.turns import Mode, Refused, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.plan import Plan
+from splitjax.primitives.walk import Site, equation_at
 from splitjax.step.arguments import Bound, abstract
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site, equation_at
 
 
 def resized_trace(
