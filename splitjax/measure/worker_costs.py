@@ -26,7 +26,6 @@ from splitjax.errors import BatchError, MicrobatchError
 from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import resized_trace
 from splitjax.partial.stages import BackpropStages, Stage
 from splitjax.primitives.walk import Site
 
@@ -165,7 +164,7 @@ class DepthPrograms:
     def _traced(self, num_examples: int) -> _compat.ClosedJaxpr:
         """Traces the step with so many examples."""
         try:
-            return resized_trace(self.entry.bound, self.entry.trace)(num_examples)
+            return self.entry.traced.resized(num_examples)
         except MicrobatchError as error:
             raise BatchError(
                 f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}",

@@ -29,7 +29,7 @@ from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import example_dim, make_twin, resized_trace
+from splitjax.lower.strategies import example_dim, make_twin
 from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
@@ -101,8 +101,8 @@ def _divided(
 ) -> WorkerGradients:
     """Returns the gradients of several workers. Raises `MicrobatchError` where the step is another program for their
     share of the batch."""
-    local = resized_trace(entry.bound, entry.trace)
-    twin_of, size = make_twin(entry.graph, local), local_examples(share * num_workers, num_workers, (), None)
+    twin_of = make_twin(entry.graph, entry.traced.resized)
+    size = local_examples(share * num_workers, num_workers, (), None)
     eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
     twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
     dims = {site: _example_dims(eqn, twins[site]) for site, eqn in eqns.items()}
@@ -118,7 +118,9 @@ def _divided(
             twin_of(eqn, site, share)
         note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
         return WorkerGradients(
-            gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,)
+            gradients,
+            functools.partial(_alone, bare, entry.traced.resized(share), gradients, entry.bound, share),
+            (note,),
         )
     return WorkerGradients(gradients, functools.partial(_summands, bare, entry.jaxpr, gradients, jobs), ())
 
