@@ -26,6 +26,7 @@ ROOMS = (
     "partitioner",
     "plan",
     "kernels",
+    "primitives",
     "trace",
     "rules",
     "cost",
