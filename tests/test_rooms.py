@@ -23,6 +23,7 @@ ROOMS = (
     "_static",
     "mesh",
     "display",
+    "primitives",
     "partitioner",
     "plan",
     "kernels",
