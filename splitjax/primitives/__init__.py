@@ -1,5 +1,5 @@
 """What an operation is: one table of what each does to dims, to examples, to sums, and to rows of tables, for every
-analysis.
+analysis; which equations are calls (`calls`), how jaxprs are walked (`walk`) and evaluated (`interpreter`).
 
 Importing the package completes the table (`table.OPERATIONS`); `register_primitive` adds to it.
 """

@@ -17,7 +17,7 @@ from splitjax.cost.transforms import LocalTransform
 from splitjax.lower.products.exchange import Exchange, WeightUse
 from splitjax.lower.products.scatter import Scatter, Summed
 from splitjax.plan import Constraint, Spec, SpecEntry
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 
 @dataclasses.dataclass(frozen=True)

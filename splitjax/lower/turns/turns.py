@@ -36,7 +36,7 @@ from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward,
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
 from splitjax.primitives.example_relation import ExampleDim
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 
 class Refused(Exception):
