@@ -65,8 +65,8 @@ ROOMS = (
     "runtime.training",
     "runtime.scheduled",
     "runtime",
-    "models",
     "data",
+    "models",
     "splitjax",
     "cli",
 )
