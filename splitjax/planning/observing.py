@@ -21,7 +21,17 @@ from splitjax.lower.tables.finding import Chosen, gradient_in_loop
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.lower.tables.table_sync import TableSync
-from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan, spec_axes
+from splitjax.plan import (
+    GRADIENT_SUMS,
+    ROW_EXCHANGE,
+    Collective,
+    Phase,
+    Plan,
+    Purpose,
+    PurposeKind,
+    SyncPlan,
+    spec_axes,
+)
 from splitjax.planning.carried import Seen
 from splitjax.sync.choose import candidates, choose
 from splitjax.sync.dense import Dense
@@ -38,6 +48,9 @@ CHECKED_STEPS = 64
 MOST_FALLBACKS = 2  # in `CHECKED_STEPS`
 
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
+
+# What is sent for a table as a whole array, and is not where it goes by rows.
+_OF_WHOLE_TABLES = frozenset({PurposeKind.GRADIENT, PurposeKind.GRADIENT_HANDED, PurposeKind.STORED_WEIGHT})
 
 # What a step returns of each of its tables, by path: see `sparse.evaluate_sparse`.
 Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
@@ -185,16 +198,18 @@ def with_syncs(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
     syncs = sync_plans(plan, step, decision)
     names = {param: layer.name for layer in plan.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
-    stored = {f"{phase}: {param} is stored in pieces" for param in sparse for phase in ("forward", "backward")}
-    gone = stored | {_gradient_of(param) for param in sparse}
-    kept = tuple(collective for collective in plan.collectives if collective.why not in gone)
+    kept = tuple(
+        collective
+        for collective in plan.collectives
+        if not (collective.purpose.leaf in sparse and collective.purpose.kind in _OF_WHOLE_TABLES)
+    )
     exchanges = tuple(
         Collective(
             ROW_EXCHANGE,
             sync.axis,
             sync.bytes,
             names.get(sync.param, sync.param),
-            f"rows of the gradient of {sync.param}, by {sync.scheme}",
+            Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, sync.param, scheme=sync.scheme),
         )
         for sync in syncs
         if sync.param in sparse and sync.bytes
@@ -211,11 +226,6 @@ def _nothing(in_loop: str) -> str:
     """Says that a step has no tables. `in_loop`: why, where its gradient is taken in a loop; else empty."""
     why = f": {in_loop}" if in_loop else ""
     return f"sync: no parameter is only looked up by rows, so there is nothing to synchronise by rows{why}"
-
-
-def _gradient_of(param: str) -> str:
-    """Returns the reason that a plan gives for the dense exchange of a parameter's gradient."""
-    return f"gradient of {param}"
 
 
 def _row_bytes(table: TableSync, traced: LookupTable) -> int:
@@ -245,7 +255,7 @@ def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
         dense_bytes = sum(
             collective.bytes
             for collective in plan.collectives
-            if collective.why.partition(", onto")[0] == _gradient_of(traced.param)
+            if collective.purpose.kind in GRADIENT_SUMS and collective.purpose.leaf == traced.param
         )
         if table is None:
             why = (

@@ -32,13 +32,15 @@ class ReportedCollective:
     - `layer`: the layer that it belongs to; of the module around it where no layer is closer; empty for what belongs to
       none (the loss).
     - `phase`: `forward`, `backward` or `update`.
-    - `cause`: why it is there: the plan's own reason where it was planned. Empty where nothing is known.
+    - `cause`: why it is there, in words: the plan's own reason where it was planned. Empty where nothing is known.
     - `rule`: the sharding rule that decided the layer's weight; empty without a layer.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: what the layer is known by.
     - `planned`: the planned collective that it realises; None where the plan has none.
     - `differs`: how it differs from the planned collective, in words; empty where it does not.
     - `source`: the user's `file:line (function)` of the operation that it serves, or, where XLA has none, of an
       operation nearby.
+    - `cause_beside`: of a collective that was not planned, the cause as it reads beside the name of the layer, which it
+      does not say again; empty where it reads alike.
     """
 
     compiled: CompiledCollective
@@ -50,6 +52,7 @@ class ReportedCollective:
     planned: Collective | None = None
     differs: str = ""
     source: str = ""
+    cause_beside: str = ""
 
     @property
     def op(self) -> str:
@@ -119,16 +122,19 @@ def _counted(evidence: Evidence) -> Evidence:
 def _reported(evidence: Evidence, flow: Dataflow, step: Step, planned: Collective | None) -> ReportedCollective:
     """Puts a compiled collective beside `planned`, the planned one that it realises."""
     layer = planned.layer if planned is not None else evidence.layer
+    cause = cause_of(evidence, flow, step) if planned is None else planned.why
+    cause_beside = cause_of(evidence, flow, step, layer) if planned is None else cause
     return ReportedCollective(
         evidence.collective,
         layer,
         evidence.phase,
-        cause_of(evidence, flow, step) if planned is None else planned.why,
+        cause,
         rule=next((layer_plan.rule for layer_plan in step.plan.layers if layer_plan.name == layer), ""),
         known_by=evidence.known_by,
         planned=planned,
         differs="" if planned is None else difference(evidence, planned),
         source=evidence.frames[0] if evidence.frames else _line_nearby(evidence, flow),
+        cause_beside=cause_beside if cause_beside != cause else "",
     )
 
 
