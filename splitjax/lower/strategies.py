@@ -12,15 +12,13 @@ example dims.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.errors import BatchError, MicrobatchError, SplitjaxError
+from splitjax.errors import BatchError, MicrobatchError
 from splitjax.lower.boundary import Twin, boundary_forward, expand, is_boundary
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
@@ -39,45 +37,8 @@ from splitjax.lower.products.interpret import BoundaryHook, EvalForward, evaluat
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.turns import Mode, Refused, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.plan import Plan
-from splitjax.step.arguments import Bound, abstract
+from splitjax.primitives.walk import Site, equation_at
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site, equation_at
-
-
-def resized_trace(
-    bound: Bound, trace: Callable[[list[Any]], _compat.ClosedJaxpr]
-) -> Callable[[int], _compat.ClosedJaxpr]:
-    """Returns a function that traces the step with another number of examples: number -> closed jaxpr.
-
-    **Arguments:**
-
-    - `bound`: the call of the step: its arguments, and which of them are the batch.
-    - `trace(leaves)`: traces the step for other flat arguments (`ShapeDtypeStruct`s) and returns its closed jaxpr.
-
-    The function remembers what it traced, and raises `MicrobatchError` where the step cannot be traced.
-    """
-
-    @functools.cache
-    def resized(num_examples: int) -> _compat.ClosedJaxpr:
-        leaves = [
-            jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
-            if argument.is_batch and leaf.shape
-            else leaf
-            for leaf, argument in zip(abstract(bound.leaves, bound.signature.avals), bound.arguments, strict=True)
-        ]
-        try:
-            return trace(leaves)
-        except SplitjaxError:
-            raise
-        except Exception as error:
-            raise MicrobatchError(
-                f"the step cannot be traced with {num_examples} examples: {error}",
-                value=num_examples,
-                place="microbatches",
-                remedy="write the step for any batch size, or use microbatches=None",
-            ) from error
-
-    return resized
 
 
 def make_twin(graph: Graph, resized: Callable[[int], _compat.ClosedJaxpr]) -> Twin:
@@ -86,7 +47,7 @@ def make_twin(graph: Graph, resized: Callable[[int], _compat.ClosedJaxpr]) -> Tw
     **Arguments:**
 
     - `graph`: of the step.
-    - `resized`: number of examples -> closed jaxpr, as `resized_trace` makes it.
+    - `resized`: number of examples -> closed jaxpr, as `step.traced.Traced.resized`.
 
     The function raises `MicrobatchError` where the other trace has no such boundary at the same site.
     """
@@ -270,6 +231,7 @@ def _islands(
         {},
         frozenset(),
         manual=(*manual, *group),
+        names=layout.names,
         convolutions=layout.convolutions,
         transforms=layout.transforms,
         rewritten=layout.rewritten,

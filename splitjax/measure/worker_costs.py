@@ -26,9 +26,8 @@ from splitjax.errors import BatchError, MicrobatchError
 from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import resized_trace
 from splitjax.partial.stages import BackpropStages, Stage
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
 # stand at equal parts of the predicted time; further ones where most measured time is undivided: small convolutions
@@ -165,7 +164,7 @@ class DepthPrograms:
     def _traced(self, num_examples: int) -> _compat.ClosedJaxpr:
         """Traces the step with so many examples."""
         try:
-            return resized_trace(self.entry.bound, self.entry.trace)(num_examples)
+            return self.entry.traced.resized(num_examples)
         except MicrobatchError as error:
             raise BatchError(
                 f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}",

@@ -24,19 +24,16 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, MicrobatchError, ProfileError
-from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
+from splitjax.lower.boundary import boundary_forward, boundary_of, expand
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import example_dim, make_twin, resized_trace
+from splitjax.lower.strategies import example_dim, make_twin
+from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
 from splitjax.trace.graph import itemsize
-from splitjax.trace.sites import Site, bodies, equation_at
-
-# Calls that `layout.evaluate` takes apart, so that what a boundary inside them returns can be handed out.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +101,8 @@ def _divided(
 ) -> WorkerGradients:
     """Returns the gradients of several workers. Raises `MicrobatchError` where the step is another program for their
     share of the batch."""
-    local = resized_trace(entry.bound, entry.trace)
-    twin_of, size = make_twin(entry.graph, local), local_examples(share * num_workers, num_workers, (), None)
+    twin_of = make_twin(entry.graph, entry.traced.resized)
+    size = local_examples(share * num_workers, num_workers, (), None)
     eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
     twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
     dims = {site: _example_dims(eqn, twins[site]) for site, eqn in eqns.items()}
@@ -121,7 +118,9 @@ def _divided(
             twin_of(eqn, site, share)
         note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
         return WorkerGradients(
-            gradients, functools.partial(_alone, bare, local(share), gradients, entry.bound, share), (note,)
+            gradients,
+            functools.partial(_alone, bare, entry.traced.resized(share), gradients, entry.bound, share),
+            (note,),
         )
     return WorkerGradients(gradients, functools.partial(_summands, bare, entry.jaxpr, gradients, jobs), ())
 
@@ -131,24 +130,18 @@ def _example_dims(eqn: Any, twin: Any) -> list[int | None]:
     return [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
 
 
-def _boundary_sites(
-    jaxpr: _compat.ClosedJaxpr | _compat.Jaxpr, place: str, prefix: Site = (), inside: str = ""
-) -> Iterator[Site]:
-    """Yields the sites of the boundaries of a step. `inside`: the loop or branch that the jaxpr is the body of."""
-    for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-        if not is_boundary(eqn):
-            within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
-            for number, body in enumerate(bodies(eqn)):
-                yield from _boundary_sites(body, place, (*prefix, index, number), within)
-        elif inside:
+def _boundary_sites(jaxpr: _compat.ClosedJaxpr | _compat.Jaxpr, place: str) -> Iterator[Site]:
+    """Yields the sites of the boundaries of a step, none of which may stand in a loop or a branch: what a boundary
+    returns is handed out, which only inlined calls let through."""
+    for visit in boundaries(jaxpr):
+        if visit.not_inline is not None:
             raise ProfileError(
-                f"the step takes gradients inside a {inside}, where there is not one per call",
-                value=eqn.params["label"],
+                f"the step takes gradients inside a {visit.not_inline.primitive.name}, where there is not one per call",
+                value=visit.eqn.params["label"],
                 place=place,
                 remedy="profile a step that takes them once, such as the loop's body",
             )
-        else:
-            yield (*prefix, index)
+        yield visit.site
 
 
 def _gradients(

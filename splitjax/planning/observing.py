@@ -10,7 +10,7 @@ are observed anew: capacities then have room for all that was seen. All processe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -127,10 +127,12 @@ class TableDecision:
     """Says how each table is synchronised from now on.
 
     **Attributes:** `chosen`: by table, its exchange and capacities. `why`: by table, the reason, for the plan.
+    `is_whole`: whether these reasons are those of a plan, which says there what changes the numbers too.
     """
 
     chosen: Chosen
     why: Mapping[str, str]
+    is_whole: bool = False
 
 
 def decide(
@@ -258,14 +260,16 @@ def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
             if collective.purpose.kind in GRADIENT_SUMS and collective.purpose.leaf == traced.param
         )
         if table is None:
-            why = (
-                decision.why[traced.param]
-                if decision is not None and traced.param in decision.why
-                else step.reasons[traced.param]
-            )
+            reasons = step.reasons if decision is None else {**step.reasons, **decision.why}
             entries.append(
                 SyncPlan(
-                    traced.param, Dense.name, "+".join(plan.batch_axes), traced.num_rows, dense_bytes, dense_bytes, why
+                    traced.param,
+                    Dense.name,
+                    "+".join(plan.batch_axes),
+                    traced.num_rows,
+                    dense_bytes,
+                    dense_bytes,
+                    reasons[traced.param],
                 )
             )
             continue
@@ -274,14 +278,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
         if decision is not None:
             sent = _predicted_bytes(table, sizes)
             why = decision.why[traced.param]
-        if table.wire_dtype:
-            read = ", and the rows that are read" if table.is_owned else ""
-            why = _once(
-                f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}",
-                why,
-            )
-        if traced.update is None:
-            why = _once(f"lazy, which changes the numbers: {traced.reason}", why)
+        if decision is None or not decision.is_whole:
+            why = "; ".join((*_changes(table, traced), why))
         entries.append(
             SyncPlan(
                 traced.param,
@@ -307,6 +305,10 @@ def _predicted_bytes(table: TableSync, sizes: Costs) -> int:
     return table.scheme.predicted_bytes(table.capacities, sizes)
 
 
-def _once(words: str, why: str) -> str:
-    """Returns a reason with words before it, unless it comes from a plan that has them."""
-    return why if words in why else f"{words}; {why}"
+def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
+    """Says what about the exchange of a table changes the numbers."""
+    if traced.update is None:
+        yield f"lazy, which changes the numbers: {traced.reason}"
+    if table.wire_dtype:
+        read = ", and the rows that are read" if table.is_owned else ""
+        yield f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}"

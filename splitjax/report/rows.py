@@ -164,10 +164,8 @@ def _row(collective: ReportedCollective) -> CollectiveRow:
         notes.append(f"runs {100 * collective.compiled.share:.3g} % of the time")
     elif collective.compiled.conditional:
         notes.append("in a branch")
-    planned = collective.planned
-    cause = (
-        (collective.cause_beside or collective.cause) if planned is None else planned.purpose.sentence(planned.layer)
-    )
+    planned = dict.fromkeys(planned.purpose.sentence(collective.layer) for planned in collective.realised)
+    cause = "; ".join(planned) or collective.cause_beside or collective.cause
     why = "; ".join(part for part in (cause or "unattributed", *notes) if part)
     return CollectiveRow(
         collective.layer,

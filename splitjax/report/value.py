@@ -213,9 +213,7 @@ def _totals(report: Report, key: Callable[[_Listed], _Key]) -> dict[_Key, Total]
     and layer, however XLA realised it."""
     sums: dict[_Key, list[float]] = {}
     realised = [
-        (collective.planned, collective.compiled.share)
-        for collective in report.collectives
-        if collective.planned is not None
+        (planned, collective.compiled.share) for collective in report.collectives for planned in collective.realised
     ]
     planned: Iterable[tuple[_Listed, float]] = (*realised, *((collective, 1.0) for collective in report.missing))
     compiled = [(collective, collective.compiled.share) for collective in report.collectives]
@@ -242,10 +240,10 @@ def _written_collective(collective: ReportedCollective) -> dict[str, Any]:
     fields, compiled = fields_of(collective), fields_of(collective.compiled)
     del fields["compiled"], compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
-    if not fields["cause_beside"]:
-        del fields["cause_beside"]
-    planned = fields.pop("planned")
-    return {**first, **fields, "planned": planned, **compiled}
+    planned, also, beside = fields.pop("planned"), fields.pop("also"), fields.pop("cause_beside")
+    # Left out where there is none, as by reports of before.
+    more = {name: value for name, value in (("also", also), ("cause_beside", beside)) if value}
+    return {**first, **fields, "planned": planned, **more, **compiled}
 
 
 def _read_collective(codec: Codec[Any], values: Any, place: str) -> ReportedCollective:

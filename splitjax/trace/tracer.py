@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from splitjax.primitives.walk import Site
 from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, FlatStep, flatten
@@ -21,7 +22,6 @@ from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, qualified_name, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
-from splitjax.trace.sites import Site
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects

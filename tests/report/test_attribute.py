@@ -342,10 +342,10 @@ def test_parts_of_a_planned_collective_add_up_to_it():
         order={"dense": 0},
     )
     paired, missing = pair([explicit(sent) for sent in (10, 30, 30, 10)], step)
-    assert [(one.purpose, one.bytes) for one in paired] == [(there, 10), (there, 30), (back, 30), (back, 10)]
+    assert [(one.purpose, one.bytes) for (one,) in paired] == [(there, 10), (there, 30), (back, 30), (back, 10)]
     assert missing == (other,)
     paired, missing = pair([explicit(sent) for sent in (10, 20)], step)  # does not add up
-    assert paired == (None, None) and len(missing) == 3
+    assert paired == ((), ()) and len(missing) == 3
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])

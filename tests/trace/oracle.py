@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from splitjax import _compat
+from splitjax.primitives.calls import call_body
 from splitjax.trace import tracer  # noqa: F401  (fills the registry)
 from splitjax.trace.dims import DIM_RULES, DimMap
-from splitjax.trace.sites import call_body
 
 # Values move along a dim, or are mixed, and it stays what it is: splitting it is meaningful, permuting it is not.
 MOVES = {

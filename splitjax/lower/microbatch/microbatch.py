@@ -98,7 +98,7 @@ class Accumulation:
     - `manual_axes`: those of the batch axes over which every differentiated operand is replicated: over them the
       gradient is exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
-      loop only constraints over axes that are not manual are possible. `site` is as in `trace.sites`, within the
+      loop only constraints over axes that are not manual are possible. `site` is as in `primitives.walk`, within the
       forward.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the
       others' gradients are exchanged once, too.

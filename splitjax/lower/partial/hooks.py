@@ -24,7 +24,7 @@ from splitjax.lower.strategies import BoundaryCall, LoweredStep, accumulated_bou
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.table_sync import TableSync
 from splitjax.partial.request import COUNT, LOCAL
-from splitjax.trace.sites import Site, equation_at
+from splitjax.primitives.walk import Site, equation_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

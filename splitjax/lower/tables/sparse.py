@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.lower.boundary import is_boundary
-from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate, holds_boundary
+from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
 from splitjax.lower.tables.collective_order import CollectiveOrder
@@ -25,7 +25,7 @@ from splitjax.lower.tables.owned_rows import OwnerSums, Pulled, pull, push
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.table_rows import Exchanged, exchange
 from splitjax.lower.tables.table_sync import TableSync
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site, holds_boundary
 
 
 @dataclasses.dataclass(eq=False)

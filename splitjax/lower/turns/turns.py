@@ -36,7 +36,7 @@ from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 
 class Refused(Exception):
