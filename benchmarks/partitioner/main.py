@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
                 if outcome.status in pages.BAD and not outcome.kept:
                     kind = kind_of(program, outcome, settings.partitioner)
                     print(
-                        f"{options.seed}:{outcome.number}  {kind}  {outcome.status}  {outcome.message}{outcome.wrong[:2] or ''}",
+                        f"{options.seed}:{outcome.number}  {kind}  {outcome.status} "
+                        f" {outcome.message}{outcome.wrong[:2] or ''}",
                         flush=True,
                     )
             key = pages.key_of(jax.__version__, settings.partitioner, settings.way, options.only)

@@ -239,6 +239,8 @@ def _overview(runs: Sequence[Run]) -> list[str]:
         " the process in some gradients of strided 3-D convolutions), or gives other numbers for when it is asked again"
         " (XLA's CPU backend reads memory that nothing wrote in some convolutions with a negative padding) or when its"
         " inputs are off by a rounding (the cosine of a number of 80 digits).",
+        "",
+        "With GSPMD nothing is drawn under splitjax: it refuses to plan for GSPMD (row `gspmd`).",
     ]
 
 
