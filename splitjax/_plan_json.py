@@ -47,7 +47,7 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
         ),
         format=FORMAT,
         forms={MeshShape: MESH_FORM},
-        entries=("leaves", "layers", "constraints", "collectives", "syncs"),
+        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries"),
         finite=True,
         check=check,
     )

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
     ROW_EXCHANGE,
+    BoundaryPlan,
     Collective,
     Constraint,
     LayerPlan,
@@ -45,6 +46,7 @@ from splitjax.mesh import MeshShape
 __all__ = [
     "FORMAT",
     "ROW_EXCHANGE",
+    "BoundaryPlan",
     "Collective",
     "Constraint",
     "LayerPlan",
@@ -104,6 +106,7 @@ class Plan:
     - `group_comm`: how examples cross into split layers: `"gather"`, `"turns"` or `"modulo"`.
     - `syncs`: tables with row lookups, where another synchronisation than the dense one was asked for.
     - `partial`: partial backpropagation, where it was asked for.
+    - `boundaries`: how the step's gradient boundaries run, in program order.
     """
 
     mesh: MeshShape
@@ -120,6 +123,7 @@ class Plan:
     group_comm: Annotated[str, OneOf(("gather", "turns", "modulo"))] = "gather"
     syncs: tuple[SyncPlan, ...] = ()
     partial: PartialPlan | None = None
+    boundaries: tuple[BoundaryPlan, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -271,6 +275,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     )
     yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
+    yield from _diff_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
     yield from _diff_entries("note", a.notes, b.notes, repr)
 
 

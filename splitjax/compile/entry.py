@@ -22,7 +22,6 @@ from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import PlanError, SplitjaxError, StateError, TraceError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms, scheduled_programs
-from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.partial.step import PartialStep, find_partial
 from splitjax.lower.products.exchange import derive_exchanges, weight_uses
@@ -30,10 +29,12 @@ from splitjax.lower.products.layout import SiteDecisions, StepLayout, named_shar
 from splitjax.lower.products.remedies import guarded_sites, reached_suspects, rewritten_sites
 from splitjax.lower.products.scatter import derive_scatters, pin_gradients
 from splitjax.lower.products.sharded_dims import ShardedDims
-from splitjax.lower.strategies import LoweredStep, boundary_hook, check_turns, make_twin, resized_trace
+from splitjax.lower.strategies import BoundaryChoices, choose_ways
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import DENSE, SyncRequest
 from splitjax.lower.tables.sync_request import parse as parse_sync
+from splitjax.lower.turns.in_turns import InTurns, boundaries_in_turns
+from splitjax.lower.way import LoweredStep, make_twin, planned_boundaries
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import LeafPlan, Plan, Spec, SyncPlan
@@ -47,8 +48,10 @@ from splitjax.step.agreement import agree, program_text
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
+from splitjax.step.resized import resized_trace
 from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph
+from splitjax.trace.sites import Site
 from splitjax.trace.tracer import build_graph
 
 logger: logging.Logger = logging.getLogger("splitjax")
@@ -245,14 +248,14 @@ def build_entry(
     layout = _layout(mesh, plan, graph)
     trace = lambda leaves: _trace(recipe, bound, leaves)[0]
     twin_of = make_twin(graph, resized_trace(bound, trace))
+    in_turns: Mapping[Site, InTurns] = {}
     if recipe.returns_state:
         lowered_step = LoweredStep(graph, mesh, plan, layout, twin_of)
-        check = lambda kind: check_turns(kind, lowered_step, jaxpr)
-        plan = choose(
+        plan, in_turns = choose(
             recipe.group_comm if recipe.pinned is None else recipe.pinned.group_comm,
             plan,
             graph,
-            check,
+            lambda kind: boundaries_in_turns(kind, lowered_step, jaxpr),
             crosses(graph, plan),
         )
     partial, pinned_depths = None, None if recipe.pinned is None else recipe.pinned.partial
@@ -276,17 +279,16 @@ def build_entry(
         )
         twin_of = sparse.twin_of(twin_of)
     lowered_step = LoweredStep(graph, mesh, plan, layout, twin_of)
-    hook = boundary_hook(lowered_step, None if sparse is None else sparse.pulled_at)
+    ways = choose_ways(lowered_step, jaxpr, BoundaryChoices(in_turns, sparse, partial))
+    plan = dataclasses.replace(plan, boundaries=planned_boundaries(ways.planned, jaxpr))
     rounded = () if sparse is None else sparse.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
-    lowered = Lowered(mesh, layout, jaxpr, matched, sparse)
+    lowered = Lowered(layout, jaxpr, matched, sparse)
     programs = Programs(recipe, mesh, bound, plan, jaxpr, result, matched, sparse is not None, residual_shardings)
-    if partial is None:
-        jitted = programs.whole(functools.partial(lowered.run, hook))
+    if ways.partial is None:
+        jitted = programs.whole(functools.partial(lowered.run, ways.full))
     else:
-        jitted = scheduled_programs(
-            partial, PartialHooks(partial, jaxpr, lowered_step, sparse, hook), lowered, programs
-        )
+        jitted = scheduled_programs(ways.partial, lowered, programs)
     observing = sparse is not None and bool(sparse.tables) and decision is None
     return CompiledEntry(
         bound,

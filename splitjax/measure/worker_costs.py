@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
-from splitjax.errors import BatchError, MicrobatchError
+from splitjax.errors import BatchError, Refusal
 from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import resized_trace
 from splitjax.partial.stages import BackpropStages, Stage
+from splitjax.step.resized import resized_trace
 from splitjax.trace.sites import Site
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
@@ -164,15 +164,15 @@ class DepthPrograms:
 
     def _traced(self, num_examples: int) -> _compat.ClosedJaxpr:
         """Traces the step with so many examples."""
-        try:
-            return resized_trace(self.entry.bound, self.entry.trace)(num_examples)
-        except MicrobatchError as error:
+        jaxpr = resized_trace(self.entry.bound, self.entry.trace)(num_examples)
+        if isinstance(jaxpr, Refusal):
             raise BatchError(
-                f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}",
+                f"the step cannot be measured with the {num_examples} examples of one worker: {jaxpr.message}",
                 value=num_examples,
                 place=self.place,
                 remedy="write the step for any batch size",
-            ) from error
+            ) from jaxpr.cause
+        return jaxpr
 
     def _own(self, num_examples: int) -> list[Any]:
         """Returns the flat arguments with only the first examples of the batch."""

@@ -12,27 +12,33 @@ more than `WORTHWHILE`, for its smaller products run less efficiently.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from splitjax.cost import LaidOutStep, predict_collectives, predict_memory
 from splitjax.cost.flow import flows, linked
-from splitjax.errors import BatchError, PlanError
-from splitjax.lower.turns.turns import Refused
+from splitjax.errors import BatchError, PlanError, Refusal
+from splitjax.lower.turns.in_turns import InTurns
 from splitjax.plan import Plan
 from splitjax.trace.graph import Graph
+from splitjax.trace.sites import Site
 
 WORTHWHILE = 0.1  # of the predicted peak
 
+InTurnsBySite = Mapping[Site, InTurns]
 
-def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool], crosses: bool) -> Plan:
-    """Decides the group communication of a step and returns its plan with it.
+
+def choose(
+    requested: str, plan: Plan, graph: Graph, in_turns: Callable[[str], InTurnsBySite | Refusal], crosses: bool
+) -> tuple[Plan, InTurnsBySite]:
+    """Decides the group communication of a step. Returns its plan with it, and by site the boundaries that are prepared
+    to run in turns.
 
     **Arguments:**
 
     - `requested`: the value of the option `group_comm`.
     - `plan`: the plan, with `gather`. `graph`: the traced step.
-    - `check`: returns, for a kind, whether anything crosses in a gradient boundary of the step; raises `Refused` where
-      that boundary cannot run in turns.
+    - `in_turns`: prepares, for a kind, the gradient boundaries in which examples cross; returns a refusal where a
+      boundary cannot run in turns.
     - `crosses`: whether the layout has a crossing at all.
 
     Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide
@@ -47,24 +53,23 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
             remedy="use splitjax.value_and_grad for the gradient",
         )
     if requested == "gather":
-        return plan
+        return plan, {}
     if not crosses:
         note = f"group communication: no examples cross into a split layer, so {requested} has nothing to do"
-        return dataclasses.replace(plan, notes=(*plan.notes, note)) if asked and plan.mesh.num_devices > 1 else plan
+        is_told = asked and plan.mesh.num_devices > 1
+        return dataclasses.replace(plan, notes=(*plan.notes, note)) if is_told else plan, {}
     kind = requested if asked else "modulo"
     candidate = with_kind(plan, graph, kind)
     if not asked and candidate.memory.peak_bytes > (1 - WORTHWHILE) * plan.memory.peak_bytes:
-        return plan
-    try:
-        if check(kind):
-            return candidate
-        reason = "no examples cross inside a gradient boundary"
-    except Refused as refused:
-        reason = str(refused)
-    except BatchError as error:
-        if asked:
-            raise
-        reason = error.message
+        return plan, {}
+    ways = in_turns(kind)
+    if not isinstance(ways, Refusal):
+        if ways:
+            return candidate, ways
+        ways = Refusal("no examples cross inside a gradient boundary")
+    reason = ways.message
+    if asked and ways.kind is BatchError:
+        raise ways.error()
     if asked:
         raise PlanError(
             f"group_comm={requested!r} cannot be had for this step: {reason}",
@@ -72,7 +77,7 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
             place="parallelize, group_comm",
             remedy='use group_comm="auto", which falls back to "gather"',
         )
-    return dataclasses.replace(plan, notes=(*plan.notes, f"group communication: gather, not modulo: {reason}"))
+    return dataclasses.replace(plan, notes=(*plan.notes, f"group communication: gather, not modulo: {reason}")), {}
 
 
 def with_kind(plan: Plan, graph: Graph, kind: str) -> Plan:

@@ -7,8 +7,7 @@ import types
 
 import pytest
 
-from splitjax.errors import PlanError
-from splitjax.lower.turns.turns import Refused
+from splitjax.errors import PlanError, Refusal
 from splitjax.mesh import MeshShape
 from splitjax.plan import Memory, Plan
 from splitjax.planning import group_comm
@@ -33,17 +32,19 @@ def peak_in_turns(monkeypatch):
 @pytest.mark.parametrize(("peak_bytes", "kind"), [(899, "modulo"), (901, "gather"), (1100, "gather")])
 def test_turns_are_chosen_where_they_save_a_tenth_of_the_peak(peak_in_turns, peak_bytes, kind):
     peak_in_turns(peak_bytes)
-    assert group_comm.choose("auto", PLAN, GRAPH, lambda kind: True, True).group_comm == kind
-    assert group_comm.choose("turns", PLAN, GRAPH, lambda kind: True, True).group_comm == "turns", "asked for"
+    chosen, ways = group_comm.choose("auto", PLAN, GRAPH, lambda kind: {(0,): kind}, True)
+    assert chosen.group_comm == kind and ways == ({} if kind == "gather" else {(0,): kind})
+    chosen, ways = group_comm.choose("turns", PLAN, GRAPH, lambda kind: {(0,): kind}, True)
+    assert chosen.group_comm == "turns" and ways == {(0,): "turns"}, "asked for"
 
 
 def test_a_refusal_is_noted_or_raised(peak_in_turns):
     peak_in_turns(100)
 
-    def refuse(kind):
-        raise Refused("its batch is odd")
-
-    chosen = group_comm.choose("auto", PLAN, GRAPH, refuse, True)
-    assert chosen.group_comm == "gather" and chosen.notes[-1].endswith("gather, not modulo: its batch is odd")
+    refuse = lambda kind: Refusal("its batch is odd")
+    chosen, ways = group_comm.choose("auto", PLAN, GRAPH, refuse, True)
+    assert (
+        chosen.group_comm == "gather" and not ways and chosen.notes[-1].endswith("gather, not modulo: its batch is odd")
+    )
     with pytest.raises(PlanError, match="its batch is odd"):
         group_comm.choose("modulo", PLAN, GRAPH, refuse, True)
