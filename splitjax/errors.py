@@ -134,6 +134,10 @@ class ScheduleError(SplitjaxError, ValueError):
     """A job, a cluster or a policy that cannot be, or a policy's decision that cannot be carried out."""
 
 
+class ExtensionError(SplitjaxError, ImportError):
+    """Another package declares a scheme, a policy, a model, a rule set or a primitive, and it cannot be loaded."""
+
+
 class TraceFileError(ScheduleError):
     """A trace of jobs that is missing or malformed; the place names file and line."""
 

@@ -18,6 +18,7 @@ ROOMS = (
     "errors",
     "_compat",
     "_files",
+    "_registry",
     "codec",
     "_static",
     "mesh",

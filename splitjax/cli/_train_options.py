@@ -12,18 +12,6 @@ from typing import Any, Literal
 from splitjax.cli._options import GroupComm, ModelName, OptionValueError
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
-# The schemes of `splitjax.sync`, by name (a test compares them).
-Sync = Literal[
-    "dense",
-    "auto",
-    "all_gather",
-    "recursive_doubling",
-    "blocks",
-    "parameter_server",
-    "hierarchical",
-    "zen",
-    "row_exchange",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +117,10 @@ class LayoutOptions:
     """How examples cross from whole into split layers."""
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
-    sync: Sync = "dense"
-    """How gradients of tables with row lookups are exchanged; auto chooses by what the first steps touch and how fast
-    the links are."""
+    sync: str = "dense"
+    """How gradients of tables with row lookups are exchanged: dense, all_gather, recursive_doubling, blocks,
+    parameter_server, hierarchical, zen, row_exchange, or a scheme that an installed package declares; auto chooses by
+    what the first steps touch and how fast the links are."""
     lazy: bool = False
     """Update only the rows with a gradient where the optimizer would change others too (momentum, Adam): other numbers,
     less work."""

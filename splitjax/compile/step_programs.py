@@ -16,7 +16,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import CompiledEntry, CompileRecord, KnownTables, Recipe, build_entry
+from splitjax.compile.building import KnownTables, build_entry
+from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.session import Session, merged
 from splitjax.mesh import make_mesh
 from splitjax.plan import LeafPlan, SyncPlan
@@ -25,6 +26,7 @@ from splitjax.planning.observing import TableDecision, TableObserver, decide
 from splitjax.planning.pinning import pins_tables
 from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
+from splitjax.step.traced import Traced, trace_step
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -52,6 +54,7 @@ class StepPrograms:
         self.compiles: list[CompileRecord] = []
         self.kept: Session = Session()
         self._entries: dict[Signature, CompiledEntry] = {}
+        self._traced: dict[Signature, Traced] = {}  # a call of each, from which its entries are built
         self._agreed: set[int] = set()  # programs that all processes were found to share
         self._observers: dict[Signature, TableObserver] = {}  # where tables are synchronised by rows
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
@@ -178,10 +181,13 @@ class StepPrograms:
         carried: Sequence[SyncPlan] = (),
         observes: bool = False,
     ) -> CompiledEntry:
-        """Builds the entry for a signature (`build_entry` has the arguments), and records why."""
+        """Builds the entry for a signature (`build_entry` has the arguments), and records why. The step is traced for
+        the first entry of a signature alone."""
         started = time.perf_counter()
         layouts = None if self._training is None else self._training.layouts()
-        entry = build_entry(self._recipe, self.mesh, bound, layouts, KnownTables(decision, carried, observes))
+        traced = self._traced.get(bound.signature) or trace_step(self._recipe, bound)
+        entry = build_entry(self._recipe, self.mesh, traced, layouts, KnownTables(decision, carried, observes))
+        self._traced[bound.signature] = traced  # of a step that can be planned: one that cannot is analysed anew
         if not reason:
             differences = [difference(bound, old.bound) for old in self._entries.values()]
             reason = min(differences)[1] if differences else "first call"

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import CompiledEntry, Recipe, build_entry
+from splitjax.compile.building import build_entry
+from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
 from splitjax.lower.partial.allreduce import handing, in_groups
 from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
@@ -38,6 +39,7 @@ from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.planning.partial_plan import gradient_of, with_partial
 from splitjax.step.arguments import Bound, bind
+from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
 from splitjax.trace.sites import equation_at
@@ -86,7 +88,7 @@ def advise_calls(
         check(args)
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
-            measuring = _Measuring.of(build_entry(plain, mesh, bound, None), mesh, backprop, place)
+            measuring = _Measuring.of(build_entry(plain, mesh, trace_step(plain, bound)), mesh, backprop, place)
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(
                 "the batches have different shapes",

@@ -16,7 +16,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.compile.entry import CompiledEntry, Recipe, build_entry
+from splitjax.compile.building import build_entry
+from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
 from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
@@ -25,6 +26,7 @@ from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_co
 from splitjax.partial.stages import BackpropStages as Cuts
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
+from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
 from splitjax.trace.sites import equation_at
@@ -75,7 +77,7 @@ def profile_job(
         )
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
-    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, bound, None)
+    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound))
     axes = worker_axes(entry.graph, entry.plan)
     if entry.plan.mesh.num_devices != entry.plan.mesh.size(axes):
         raise ProfileError(

@@ -27,7 +27,6 @@ from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.partial.stages import BackpropStages, Stage
-from splitjax.step.resized import resized_trace
 from splitjax.trace.sites import Site
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
@@ -164,7 +163,7 @@ class DepthPrograms:
 
     def _traced(self, num_examples: int) -> _compat.ClosedJaxpr:
         """Traces the step with so many examples."""
-        jaxpr = resized_trace(self.entry.bound, self.entry.trace)(num_examples)
+        jaxpr = self.entry.traced.resized(num_examples)
         if isinstance(jaxpr, Refusal):
             raise BatchError(
                 f"the step cannot be measured with the {num_examples} examples of one worker: {jaxpr.message}",

@@ -31,7 +31,6 @@ from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.way import example_dim, make_twin
 from splitjax.step.arguments import Bound
-from splitjax.step.resized import resized_trace
 from splitjax.sync.analysis import Tensor
 from splitjax.trace.graph import itemsize
 from splitjax.trace.sites import Site, bodies, equation_at
@@ -105,8 +104,8 @@ def _divided(
 ) -> WorkerGradients | Refusal:
     """Returns the gradients of several workers, or a refusal where the step is another program for their share of the
     batch."""
-    local = resized_trace(entry.bound, entry.trace)
-    twin_of, size = make_twin(entry.graph, local), local_examples(share * num_workers, num_workers, (), None)
+    twin_of = make_twin(entry.graph, entry.traced.resized)
+    size = local_examples(share * num_workers, num_workers, (), None)
     if isinstance(size, Refusal):
         return size
     eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
@@ -123,7 +122,7 @@ def _divided(
         job = prepare(eqn.params, Accumulation(dims[site], forwards[site], num_workers))
         if isinstance(job, Refusal):
             others = [twin_of(eqn, site, share) for site, eqn in eqns.items()]
-            alone = next((other for other in others if isinstance(other, Refusal)), local(share))
+            alone = next((other for other in others if isinstance(other, Refusal)), entry.traced.resized(share))
             if isinstance(alone, Refusal):
                 return alone
             note = f"every worker's gradients are those of a step with its examples alone: {job.message}"

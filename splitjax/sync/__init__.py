@@ -1,7 +1,7 @@
 """Row-sparse gradients of embedding tables, and the schemes that synchronise them.
 
 Schemes by name: `dense`, `all_gather`, `recursive_doubling`, `blocks`, `parameter_server`, `hierarchical`, `zen`,
-`row_exchange`.
+`row_exchange`; `register_scheme` adds one.
 
 A worker, inside a `shard_map` over the data axis with `check_vma=False`:
 
@@ -33,6 +33,7 @@ from splitjax.sync.scheme import (
     by_name,
     finish,
     finish_into,
+    register_scheme,
     synchronise,
     synchronise_into,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "logical_table",
     "measure",
     "plan_owner",
+    "register_scheme",
     "shard_table",
     "synchronise",
     "synchronise_into",

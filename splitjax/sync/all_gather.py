@@ -11,13 +11,13 @@ from jax import lax
 from splitjax.sync import wire
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register_scheme, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES = 4
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class AllGather(Scheme):
     """(n-1) k (w + 4) bytes, k rows of w bytes: Zen's 2(n-1)dM with an index a row instead of one a value (arXiv

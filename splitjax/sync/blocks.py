@@ -22,7 +22,7 @@ from splitjax.sync.scheme import (
     Scheme,
     check_levels,
     local_capacity,
-    register,
+    register_scheme,
     roomy,
     union_capacity,
 )
@@ -31,7 +31,7 @@ from splitjax.sync.wire import Axis
 _ID_BYTES = 4
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class Blocks(Scheme):
     """About (n-1)/n s (b + B) (256 values + an id) bytes, b blocks on a worker, B in the union (Zen's formula for

@@ -9,6 +9,7 @@ get, padding included, as `Scheme.predicted_bytes`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from splitjax.errors import SyncError
@@ -20,7 +21,7 @@ from splitjax.sync.parameter_server import ParameterServer
 from splitjax.sync.profile import Sparsity
 from splitjax.sync.recursive_doubling import RecursiveDoubling
 from splitjax.sync.row_exchange import RowExchange
-from splitjax.sync.scheme import Capacities, Link, Scheme
+from splitjax.sync.scheme import SCHEMES, Capacities, Link, Scheme
 from splitjax.sync.zen import Zen
 
 # A little faster is not worth a scheme with more parts: the earlier of these wins within this share.
@@ -54,12 +55,14 @@ class SchemeChoice:
 
 
 def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
-    """Returns all schemes with their default options, the simplest first.
+    """Returns all schemes with the options worth weighing: splitjax's own, the simplest first, then those that others
+    have registered or that installed packages declare (`Scheme.variants`), in order.
 
     `pattern`: how those with owners push, see `wire.PATTERNS`. Zen goes by running counts, which send what its
-    hashes send, sooner.
+    hashes send, sooner. Raises `ExtensionError` for a declared scheme that cannot be loaded.
     """
-    return (
+    SCHEMES.load_all()
+    shipped: tuple[Scheme, ...] = (
         Dense(),
         AllGather(),
         RecursiveDoubling(),
@@ -71,6 +74,9 @@ def candidates(pattern: str = "auto") -> tuple[Scheme, ...]:
         ParameterServer(pattern),
         Blocks(pattern=pattern),
     )
+    names = {scheme.name for scheme in shipped}
+    others = (cls.variants(pattern) for name, cls in SCHEMES.items() if name not in names)
+    return (*shipped, *itertools.chain.from_iterable(others))
 
 
 def choose(sparsity: Sparsity, link: Link, schemes: Sequence[Scheme] | None = None) -> SchemeChoice:

@@ -11,11 +11,11 @@ from jax import lax
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, register
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, register_scheme
 from splitjax.sync.wire import Axis
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class Dense(Scheme):
     """2(n-1)/n M bytes (Patarasuk and Yuan 2009). The result has every row, zero ones too."""

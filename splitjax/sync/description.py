@@ -72,12 +72,8 @@ def exchange_of(
             )
     fields: dict[str, Any] = {size: tuple(value) if isinstance(value, list) else value for size, value in sizes.items()}
     capacities = Capacities(**fields)
-    if name != OWNED and name not in SCHEMES:
-        raise SyncError(
-            "no scheme of this name", value=name, place="scheme", remedy=f"one of {', '.join((*SCHEMES, OWNED))}"
-        )
     given = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
-    cls = OwnerSharded if name == OWNED else SCHEMES[name]
+    cls = OwnerSharded if name == OWNED else SCHEMES.find(name, place="scheme", also=(OWNED,))
     allowed = [field.name for field in dataclasses.fields(cls) if field.name not in _OF_THE_TABLE]
     for option in given:
         if option not in allowed:

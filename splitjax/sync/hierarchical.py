@@ -24,7 +24,7 @@ from splitjax.sync.scheme import (
     check_levels,
     local_capacity,
     partial_capacity,
-    register,
+    register_scheme,
     union_capacity,
 )
 from splitjax.sync.wire import Axis
@@ -32,7 +32,7 @@ from splitjax.sync.wire import Axis
 _ID_BYTES = 4
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class Hierarchical(Scheme):
     """Sum over levels of (g-1) U_m (w + 4) bytes: groups of g gather sums of m workers, m the product of the levels

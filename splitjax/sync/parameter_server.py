@@ -13,13 +13,13 @@ from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms, range_load
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, local_capacity, register_scheme, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES = 4
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class ParameterServer(Scheme):
     """(n-1)/n s (k + U) (w + 4) bytes: Zen's 2(n-1)(d + d_n) s M / n with an index a row (arXiv 2309.13254), s the

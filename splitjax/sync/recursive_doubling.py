@@ -23,7 +23,7 @@ from splitjax.sync.scheme import (
     check_levels,
     local_capacity,
     partial_capacity,
-    register,
+    register_scheme,
     union_capacity,
 )
 from splitjax.sync.wire import Axis
@@ -31,7 +31,7 @@ from splitjax.sync.wire import Axis
 _ID_BYTES, _VERDICT_BYTES = 4, 4
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class RecursiveDoubling(Scheme):
     """Sum over rounds i of U(2^i) (w + 4) bytes: Zen's 2dM sum gamma^(2^(i-1)) with an index a row (arXiv 2309.13254).

@@ -26,7 +26,16 @@ from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.routes import OWNERSHIPS, Routes, contributors, exchange_indices, holders_on_host
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, roomy, union_capacity
+from splitjax.sync.scheme import (
+    Attempt,
+    Capacities,
+    Scheme,
+    bucket,
+    local_capacity,
+    register_scheme,
+    roomy,
+    union_capacity,
+)
 from splitjax.sync.wire import Axis
 
 _COUNT_BYTES = 4
@@ -46,7 +55,7 @@ class _OwnRows:
     slots: Array
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class RowExchange(Scheme):
     """w (k + (1 - 2/n) U) bytes of values and (n-1) k bytes of gaps.

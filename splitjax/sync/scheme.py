@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from splitjax._registry import NamedRegistry
 from splitjax.errors import SyncError
 from splitjax.sync import wire
 from splitjax.sync.profile import Sparsity, Table
@@ -85,7 +86,8 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
-    """Synchronises a row-sparse gradient in some way; subclasses are frozen dataclasses that `register` makes known.
+    """Synchronises a row-sparse gradient in some way; subclasses are frozen dataclasses that `register_scheme` makes
+    known.
 
     - `name`: what users call it.
     - `needs_whole_rows`: whether it tells rows by their values, so that devices that have parts of rows would not
@@ -99,6 +101,14 @@ class Scheme(abc.ABC):
     def takes(self, table: Table) -> bool:
         """Tells whether it can exchange a table of the size of `table`."""
         return True
+
+    @classmethod
+    def variants(cls, pattern: str = "auto") -> tuple[Scheme, ...]:
+        """Returns the scheme with each choice of options that `sync="auto"` is to weigh; by default the usual options.
+
+        `pattern` says how schemes with owners push, see `wire.PATTERNS`.
+        """
+        return (cls(),)
 
     @abc.abstractmethod
     def plan(self, sparsity: Sparsity) -> Capacities:
@@ -175,26 +185,66 @@ class ByRows:
     wire_dtype: str | None = None
 
 
-SCHEMES: dict[str, type[Scheme]] = {}
-
-
 SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
+# What `sync=` takes besides the names of schemes, and what plans call tables whose workers own the rows.
+_TAKEN = ("auto", "owner_sharded")
+_REGISTER = "splitjax.sync.register_scheme"
 
 
-def register(cls: SchemeClass) -> SchemeClass:
-    """Makes the scheme `cls` known by its name; a decorator."""
-    SCHEMES[cls.name] = cls
+def register_scheme(cls: SchemeClass) -> SchemeClass:
+    """Makes the scheme `cls` known by its `name`; a decorator.
+
+    From then on `sync="name"` takes it, `sync="auto"` weighs its `variants`, and plans and checkpoints are read back
+    with it. `cls` is a `Scheme`, a frozen dataclass whose fields are its options: plain values, each with a default.
+
+    Raises `SyncError` for a class that is no such scheme, and for a name that another class has.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Scheme)):
+        raise _unfit(cls, "a scheme is a class derived from splitjax.sync.Scheme", "derive it from Scheme")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name or name in _TAKEN:
+        raise _unfit(name, f"{cls.__name__} needs a name of its own", 'write name: ClassVar[str] = "my_scheme"')
+    unwritten = sorted(getattr(cls, "__abstractmethods__", ()))
+    if unwritten:
+        raise _unfit(cls, f"{cls.__name__} lacks {', '.join(unwritten)}", "write what splitjax.sync.Scheme declares")
+    if "__dataclass_params__" not in vars(cls) or not vars(cls)["__dataclass_params__"].frozen:
+        raise _unfit(
+            cls, f"{cls.__name__} is no frozen dataclass", "decorate it with @dataclasses.dataclass(frozen=True)"
+        )
+    for field in dataclasses.fields(cls):
+        if field.init and field.default is dataclasses.MISSING:
+            raise _unfit(field.name, f"an option of {cls.__name__} has no default", "give every option a default")
+    SCHEMES.add(name, cls, same=_same_class)
     return cls
+
+
+def _unfit(value: Any, message: str, remedy: str) -> SyncError:
+    return SyncError(message, value=value, place=_REGISTER, remedy=remedy)
+
+
+def _same_class(known: type, again: type) -> bool:
+    """Tells whether a class is one that is known, of a module that was loaded again."""
+    return (known.__module__, known.__qualname__) == (again.__module__, again.__qualname__)
+
+
+def _accept(name: str, loaded: Any) -> None:
+    """Registers the class that an entry point called `name` has loaded, where importing it did not."""
+    if not (isinstance(loaded, type) and issubclass(loaded, Scheme)):
+        raise TypeError(f"it names {loaded!r}, which is no class derived from splitjax.sync.Scheme")
+    if loaded.name != name:
+        raise TypeError(f"it names {loaded.__name__}, whose name is {loaded.name!r}")
+    register_scheme(loaded)
+
+
+SCHEMES: NamedRegistry[type[Scheme]] = NamedRegistry(
+    "scheme", group="splitjax.schemes", error=SyncError, register=_REGISTER, accept=_accept
+)
 
 
 def by_name(which: str | Scheme) -> Scheme:
     """Returns the scheme called `which`, with its default options; a scheme is itself. Raises `SyncError` for an
-    unknown name."""
-    if isinstance(which, Scheme):
-        return which
-    if which not in SCHEMES:
-        raise SyncError("no scheme of this name", value=which, place="sync", remedy=f"one of {', '.join(SCHEMES)}")
-    return SCHEMES[which]()
+    unknown name, `ExtensionError` for one whose package cannot be loaded."""
+    return which if isinstance(which, Scheme) else SCHEMES.find(which, place="sync")()
 
 
 def synchronise(

@@ -16,14 +16,14 @@ from splitjax.sync.owners import OwnerExchange, pair_and_owner_rooms
 from splitjax.sync.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register, union_capacity
+from splitjax.sync.scheme import Attempt, Capacities, Scheme, bucket, local_capacity, register_scheme, union_capacity
 from splitjax.sync.wire import Axis
 
 _ID_BYTES, _SERIAL_SHARE = 4, 10
 GRANULARITIES = ("element", "row")
 
 
-@register
+@register_scheme
 @dataclasses.dataclass(frozen=True)
 class Zen(Scheme):
     """(n-1)/n (2d + gamma d + 1/32) M words: (index, value) pairs to the owners, then sums and a bitmap of each

@@ -15,10 +15,12 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from splitjax import _compat
-from splitjax.compile.entry import CompiledEntry, Recipe, build_entry
+from splitjax.compile.building import build_entry
+from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import MicrobatchError
 from splitjax.plan import Plan
 from splitjax.step.arguments import bind
+from splitjax.step.traced import trace_step
 from splitjax.verify.dim_classes import Misfit, Sized, analyse
 from splitjax.verify.parameters import wide
 from splitjax.verify.rewriting import Rewriter
@@ -98,7 +100,7 @@ class Variant:
                 )
             )
         with jax.enable_x64(False):
-            jaxpr = self.entry.trace(types)
+            jaxpr = self.entry.traced.retrace(types)
         if self.sized is None or self.choice is None:
             return jaxpr, None
         resized = analyse(jaxpr)
@@ -165,7 +167,7 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
     pinned = _pinned(entry.plan, variant.types)
     mine = dataclasses.replace(recipe, fn=step, pinned=pinned, donate=False, backprop=None)
     bound = bind(step, mine.options, tuple(args))
-    built = build_entry(mine, mesh, bound, None, matched=entry.matched)
+    built = build_entry(mine, mesh, trace_step(mine, bound, entry.matched))
 
     programs: dict[str, Any] = {}
 

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from splitjax._registry import near
 from splitjax.errors import SyncError, UnavailableError
 from splitjax.rules.match import glob_pattern
 from splitjax.sync.dense import Dense
@@ -72,15 +73,15 @@ def parse(sync: Any, place: str) -> SyncRequest:
     for pattern, given in entries:
         choice = given if isinstance(given, ByRows) else ByRows(given)
         scheme = choice.scheme
-        known = isinstance(scheme, Scheme) or (isinstance(scheme, str) and (scheme == AUTO or scheme in SCHEMES))
+        known = isinstance(scheme, Scheme) or (isinstance(scheme, str) and (scheme == AUTO or SCHEMES.knows(scheme)))
         if not isinstance(pattern, str) or not known or not isinstance(choice.lazy, bool):
             raise SyncError(
-                "sync has no such value",
+                f"sync has no such value{near(scheme, [*SCHEMES, AUTO])}",
                 value=sync,
                 place=f"{place}, sync",
                 remedy=(
                     f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or'
-                    " {parameter pattern: one of these}"
+                    " {parameter pattern: one of these}; splitjax.sync.register_scheme makes a scheme of your own known"
                 ),
             )
         scheme = scheme if scheme == AUTO else by_name(scheme)

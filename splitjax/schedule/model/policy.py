@@ -16,7 +16,6 @@ def my_order(view: View) -> Assignment:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from splitjax._registry import NamedRegistry
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.jobs import Job, JobColumns
@@ -169,7 +169,18 @@ class Policy:
     baseline: str
 
 
-_POLICIES: dict[str, Policy] = {}
+def _accept(name: str, loaded: Any) -> None:
+    """Refuses what an entry point called `name` has loaded without registering that policy."""
+    raise TypeError(f"importing {loaded!r} registers no policy {name!r}: decorate it with schedule.register({name!r})")
+
+
+_POLICIES: NamedRegistry[Policy] = NamedRegistry(
+    "policy",
+    group="splitjax.policies",
+    error=ScheduleError,
+    register="splitjax.schedule.register",
+    accept=_accept,
+)
 
 
 def _summary(decide: Decide) -> str:
@@ -183,27 +194,26 @@ def register(name: str, *, paper: str, order: str = "", baseline: str = "") -> C
     the name is taken."""
 
     def add(decide: Decide) -> Decide:
-        if name in _POLICIES and _POLICIES[name].decide is not decide:
-            raise ScheduleError("there is a policy of this name", value=name, remedy="choose another name")
         served = order or name.removeprefix("gang-")
-        _POLICIES[name] = Policy(name, decide, paper, _summary(decide), served, baseline or f"gang-{served}")
+        policy = Policy(name, decide, paper, _summary(decide), served, baseline or f"gang-{served}")
+        _POLICIES.add(name, policy, same=lambda known, again: known.decide is again.decide)
         return decide
 
     return add
 
 
+def unregister(name: str) -> None:
+    """Takes out the policy called `name`, if there is one, as tests do with theirs."""
+    _POLICIES.remove(name)
+
+
 def get(name: str) -> Policy:
-    """Gives the policy called `name`. Raises `ScheduleError`, which lists the names there are."""
-    if name not in _POLICIES:
-        close = difflib.get_close_matches(name, _POLICIES, n=1)
-        raise ScheduleError(
-            "there is no policy of this name" + (f"; did you mean {close[0]!r}?" if close else ""),
-            value=name,
-            remedy="name one of " + ", ".join(names()),
-        )
-    return _POLICIES[name]
+    """Gives the policy called `name`, of splitjax, registered, or declared by an installed package. Raises
+    `ScheduleError`, which lists the names there are, and `ExtensionError` for a package that cannot be loaded."""
+    return _POLICIES.find(name)
 
 
 def names() -> list[str]:
-    """Lists the names of all policies, sorted."""
+    """Lists the names of all policies, sorted. Raises `ExtensionError` for a declared one that cannot be loaded."""
+    _POLICIES.load_all()
     return sorted(_POLICIES)

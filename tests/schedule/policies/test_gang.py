@@ -10,6 +10,7 @@ import pytest
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule import Cluster, JobProfile, Options, Policy, gang, get, names, register, simulate
+from splitjax.schedule.model.policy import unregister
 from splitjax.schedule.policies.gang import admit, place
 from splitjax.schedule.policies.gavel import equal_devices
 from splitjax.schedule.policies.las import las
@@ -140,9 +141,7 @@ def test_a_new_policy_is_one_function():
         with pytest.raises(ScheduleError, match="there is a policy of this name"):
             register(name, paper="none")(lambda view: longest(view))
     finally:
-        from splitjax.schedule.model import policy
-
-        del policy._POLICIES[name]
+        unregister(name)
     with pytest.raises(ScheduleError, match="did you mean 'gang-srtf'"):
         get("gang-srft")
 
