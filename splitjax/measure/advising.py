@@ -37,7 +37,7 @@ from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
-from splitjax.planning.partial_plan import gradient_of, with_partial
+from splitjax.planning.partial_plan import gradient_of, predict_partial
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link, of_process_0
@@ -326,8 +326,8 @@ class _Comparison:
         after segment, each as one message a hop."""
         step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
         platform = self.measuring.mesh.devices.flat[0].platform
-        plan = with_partial(self.measuring.entry.plan, step, platform).partial
-        assert plan is not None, "`with_partial` gives the plan of partial backpropagation"
+        full = self.measuring.entry.plan
+        plan, _ = predict_partial(full, full.collectives, step, platform)
         sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
         if step.is_temporal:  # one group of workers, one exchange a step
             return PredictedExchange(
