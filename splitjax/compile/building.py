@@ -38,7 +38,13 @@ def begin(recipe: Recipe, mesh: Mesh, traced: Traced, layouts: Mapping[str, Leaf
 
     **Arguments:** `recipe`, `mesh`, `traced`: as for `build_entry`. `layouts`: by path, the layout of the training step
     that an evaluation follows; None for a training step."""
-    request = PlanRequest(
+    return draft_step(traced, mesh, plan_request(recipe, mesh.devices.flat[0].platform, layouts))
+
+
+def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] | None = None) -> PlanRequest:
+    """Returns what the plan of a step is asked to be. `recipe`, `layouts`: as for `begin`. `platform`: of the devices,
+    such as `cpu`."""
+    return PlanRequest(
         name=recipe.name,
         returns_state=recipe.returns_state,
         rules=recipe.rules,
@@ -49,9 +55,8 @@ def begin(recipe: Recipe, mesh: Mesh, traced: Traced, layouts: Mapping[str, Leaf
         shard_state=recipe.shard_state,
         sync=recipe.request,
         backprop=recipe.backprop,
-        platform=mesh.devices.flat[0].platform,
+        platform=platform,
     )
-    return draft_step(traced, mesh, request)
 
 
 def compile_draft(recipe: Recipe, mesh: Mesh, draft: Draft) -> CompiledEntry:
