@@ -36,9 +36,9 @@ from splitjax.planning.observing import TableDecision
 from splitjax.planning.partial_plan import with_partial
 from splitjax.planning.pinning import pins_tables, synchronised
 from splitjax.planning.planning import follow_plan, make_plan, pin_plan
+from splitjax.primitives.walk import Site
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
