@@ -148,9 +148,8 @@ def _allowed(way: Any) -> Any:
 def _is_entered(visit: Visit, ways: Ways) -> bool:
     """Returns whether the interpreter meets the boundaries inside of an equation by themselves: inside of a boundary
     that runs whole, as `ways` says by then, and of calls that it rebuilds."""
-    if is_boundary(visit.eqn):
-        return ways[visit.site].how == "whole"
-    return kind_of(visit.eqn) in REBUILD and holds_boundary(visit.eqn)
+    is_met = ways[visit.site].how == "whole" if is_boundary(visit.eqn) else kind_of(visit.eqn) in REBUILD
+    return is_met and holds_boundary(visit.eqn)
 
 
 def _has_recurrence(graph: Graph, site: Site) -> bool:

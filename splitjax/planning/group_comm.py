@@ -19,8 +19,8 @@ from splitjax.cost.flow import flows, linked
 from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.lower.turns.in_turns import InTurns
 from splitjax.plan import Plan
+from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site
 
 WORTHWHILE = 0.1  # of the predicted peak
 
