@@ -26,6 +26,7 @@ ROOMS = (
     "partitioner",
     "plan",
     "kernels",
+    "primitives",
     "trace",
     "rules",
     "cost",
@@ -65,8 +66,8 @@ ROOMS = (
     "runtime.training",
     "runtime.scheduled",
     "runtime",
-    "models",
     "data",
+    "models",
     "splitjax",
     "cli",
 )

@@ -15,10 +15,13 @@ from splitjax.cli._options import (
     Library,
     MeshText,
     ModelName,
+    ModelOption,
     OptimizerName,
     Traceback,
     check_positive,
+    import_from_here,
     parse_mesh,
+    parse_model_options,
 )
 from splitjax.cli._output import print_value, write_page
 
@@ -39,11 +42,16 @@ class ModelCommand(Traceback):
     """A command that looks at a model's training step without making the model."""
 
     model: ModelName = "vgg16"
-    """Which model."""
+    """Which model: vgg11, vgg16, resnet18, resnet50, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small,
+    efficientnet_b0, convnext_tiny, mlp, transformer, lstm, deepfm, dlrm; a name that an installed package declares; or
+    package.module:factory, imported from the current folder too."""
+    model_option: ModelOption = ()
+    """Options of the model, such as num_layers=2, for its factory."""
     mesh: MeshText = "data=2,model=4"
     """Mesh axes and their sizes."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel) or the path of a TOML file."""
+    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel), one that an installed package
+    declares, the path of a TOML file, or package.module:RULES."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -68,11 +76,13 @@ class ModelCommand(Traceback):
         `ModelError` for options that make none."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
+        options = parse_model_options(self.model_option)
+        import_from_here(self.model, self.rules)
         _session.start(mesh.num_devices)
         from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
         return planned_step(
-            ModelChoice(self.model, self.library, self.num_classes, self.width),
+            ModelChoice(self.model, self.library, self.num_classes, self.width, options),
             LayoutChoice(mesh, self.rules, self.group_comm, self.shard_state),
             self.optimizer,
             self.batch_size,
@@ -85,8 +95,7 @@ class ModelCommand(Traceback):
         of the subcommand, for the page's title.
         """
         console.print(
-            f"{self.model} ({self.library}, {planned.num_params:,} parameters), {self.optimizer}, "
-            f"{self.batch_size} examples on {parse_mesh(self.mesh)}",
+            f"{planned.title}, {self.batch_size} examples on {parse_mesh(self.mesh)}",
             highlight=False,
         )
         print_value(shown, console)

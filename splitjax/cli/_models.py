@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -12,6 +13,9 @@ import splitjax
 from splitjax.cli._options import Library, ModelName, OptimizerName
 from splitjax.mesh import MeshShape
 
+if TYPE_CHECKING:
+    from splitjax import models
+
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
@@ -19,12 +23,12 @@ class Planned:
 
     - `step`: decorated by `splitjax.parallelize` or `splitjax.nnx.parallelize`.
     - `arguments`: states first, then the batch, as `jax.ShapeDtypeStruct`s.
-    - `num_params`: how many numbers the parameters are.
+    - `title`: names the model, its size and its optimizer.
     """
 
     step: Any
     arguments: tuple[Any, ...]
-    num_params: int
+    title: str
 
 
 def optimizer_named(name: OptimizerName, learning_rate: Any = 1e-3) -> optax.GradientTransformation:
@@ -38,13 +42,23 @@ def optimizer_named(name: OptimizerName, learning_rate: Any = 1e-3) -> optax.Gra
 class ModelChoice:
     """Says which model is asked for.
 
-    - `name`, `library`, `num_classes`, `width`: as of `splitjax.models.build`; None for the model's own.
+    - `name`, `library`, `num_classes`, `width`: as of `splitjax.models.make_model`; None for the model's own.
+    - `options`: further options of the model, by name.
     """
 
     name: ModelName
     library: Library
     num_classes: int | None
     width: float | None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def make(self) -> models.ModelSpec | models.OwnStep:
+        """Makes the model. Raises what `splitjax.models.make_model` raises."""
+        from splitjax import models
+
+        named = {"num_classes": self.num_classes, "width": self.width}
+        given = {name: value for name, value in named.items() if value is not None}
+        return models.make_model(self.name, library=self.library, place="--model", **{**given, **self.options})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,25 +81,29 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
     **Arguments:**
 
     - `model`, `layout`: which model, and how its step is laid out.
-    - `optimizer`: its name.
+    - `optimizer`: its name, for a model that does not bring its own step.
     - `batch_size`: examples in the global batch.
 
-    Raises `ModelError` for an option that the model lacks.
+    Raises `ModelError` for an option that the model lacks, and what `splitjax.models.make_model` raises.
     """
     from splitjax import models
 
-    sizes = {} if model.width is None else {"width": model.width}
-    spec = models.build(model.name, library=model.library, num_classes=model.num_classes, **sizes)
+    spec = model.make()
+    options = {"rules": layout.rules, "group_comm": layout.group_comm, "shard_state": layout.shard_state}
+    if isinstance(spec, models.OwnStep):
+        step = splitjax.parallelize(spec.train_step, mesh=dict(layout.mesh.axes), **options)
+        title = f"{spec.name} (a step of its own, {spec.num_params():,} parameters)"
+        return Planned(step, (spec.state_shapes(), spec.shapes(batch_size)), title)
     batch = spec.example(batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
     chosen = optimizer_named(optimizer)
-    options = {"rules": layout.rules, "group_comm": layout.group_comm, "shard_state": layout.shard_state}
-    if model.library == "nnx":
+    title = f"{model.name} ({spec.library}, {spec.num_params():,} parameters), {optimizer}"
+    if spec.library == "nnx":
         from flax import nnx
 
         init_fn, train_step, _ = models.make_nnx_step(spec, chosen, value_and_grad=splitjax.nnx.value_and_grad)
         step = splitjax.nnx.parallelize(train_step, mesh=dict(layout.mesh.axes), **options)
-        return Planned(step, (*nnx.eval_shape(init_fn, key), batch), spec.num_params())
+        return Planned(step, (*nnx.eval_shape(init_fn, key), batch), title)
     init_fn, train_step, _ = models.make_step(spec, chosen, value_and_grad=splitjax.value_and_grad)
     step = splitjax.parallelize(train_step, mesh=dict(layout.mesh.axes), **options)
-    return Planned(step, (jax.eval_shape(init_fn, key), batch), spec.num_params())
+    return Planned(step, (jax.eval_shape(init_fn, key), batch), title)

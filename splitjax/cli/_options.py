@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from typing import Annotated, Literal
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from splitjax._registry import is_reference
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 
-ModelName = Literal[
-    "vgg11",
-    "vgg16",
-    "resnet18",
-    "resnet50",
-    "mobilenet_v2",
-    "mobilenet_v3_large",
-    "mobilenet_v3_small",
-    "efficientnet_b0",
-    "convnext_tiny",
-    "mlp",
-    "transformer",
-    "lstm",
-    "deepfm",
-    "dlrm",
-]
+ModelName = Annotated[str, tyro.conf.arg(metavar="NAME|MODULE:FACTORY")]
+ModelOption = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]
 Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
@@ -43,6 +34,34 @@ def check_positive(**options: float | None) -> None:
         if value is not None and not value > 0:
             flag = f"--{name.replace('_', '-')}"
             raise OptionValueError(f"{flag} must be above 0", value=value, place=flag, remedy="give a larger number")
+
+
+def parse_model_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Returns the options that `texts`, each KEY=VALUE, write: numbers, tuples, None, True and False as in Python, and
+    anything else as text. Raises `OptionValueError` for what is not so written, or given twice."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in options:
+            raise OptionValueError(
+                "an option of a model is written as its name and its value, once",
+                value=text,
+                place="--model-option",
+                remedy="write it as KEY=VALUE, such as width=64",
+            )
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return options
+
+
+def import_from_here(*texts: str | None) -> None:
+    """Lets modules of the current folder be imported, as `python -m` does, where one of `texts` is a reference written
+    `package.module:name`."""
+    folder = os.getcwd()
+    if any(is_reference(text) for text in texts) and not {"", folder} & set(sys.path):
+        sys.path.insert(0, folder)
 
 
 def parse_mesh(text: str) -> MeshShape:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from splitjax.cli._options import GroupComm, ModelName, OptionValueError
+from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, parse_model_options
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
 
@@ -42,7 +42,11 @@ class ModelOptions:
     """Choose what to train. An option that the model lacks is an error."""
 
     model: ModelName = "vgg16"
-    """Which model."""
+    """Which model: vgg11, vgg16, resnet18, resnet50, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small,
+    efficientnet_b0, convnext_tiny, mlp, transformer, lstm, deepfm, dlrm; a name that an installed package declares; or
+    package.module:factory, imported from the current folder too."""
+    model_option: ModelOption = ()
+    """Options of the model, such as num_layers=2, for its factory."""
     width: float | None = None
     """VGG, ResNet, MobileNet, EfficientNet, ConvNeXt: multiplies the channels of every convolution."""
     depth: float | None = None
@@ -76,9 +80,18 @@ class ModelOptions:
 
     def build_options(self) -> dict[str, Any]:
         """The fields that were given, as `splitjax.models.build` takes them."""
-        names = [field.name for field in dataclasses.fields(self) if field.name not in ("model", "precision")]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {**given, "dtype": self.precision}
+        return {**self._given(), "dtype": self.precision, **parse_model_options(self.model_option)}
+
+    def factory_options(self) -> dict[str, Any]:
+        """The options that were given, for a factory of another package, which has no precision unless it is asked
+        for."""
+        precision = {} if self.precision == "float32" else {"dtype": self.precision}
+        return {**self._given(), **precision, **parse_model_options(self.model_option)}
+
+    def _given(self) -> dict[str, Any]:
+        outside = ("model", "model_option", "precision")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in outside]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +125,8 @@ class LayoutOptions:
     mesh: str | None = None
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel) or the path of a TOML file."""
+    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel), one that an installed package
+    declares, the path of a TOML file, or package.module:RULES."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False

@@ -19,30 +19,113 @@ import splitjax
 from splitjax import data, models
 from splitjax.cli import _session
 from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions
-from splitjax.errors import DataError
+from splitjax.errors import DataError, SplitjaxError
 from splitjax.runtime.training.placing import batch_layout
 from splitjax.sync import ByRows
 
 # Models of small images: three channels of 32x32 pixels.
 _IMAGE_SIZE, _CHANNELS = 32, 3
+_IMAGE_SHAPE = (_IMAGE_SIZE, _IMAGE_SIZE, _CHANNELS)
 
 
-def load(options: DataOptions, model: str, seed: int, first_process: bool) -> data.Dataset:
-    """Returns the data set, its images as the `model` takes them. Raises `DataError` for data that are missing,
-    damaged, or no match for the model.
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Holds a model and the data that it trains on."""
 
-    **Arguments:** `options`: what to train on. `model`: its name. `seed`: decides which digits are for testing.
-    `first_process`: whether this process checks the files.
+    model: models.ModelSpec | models.OwnStep
+    dataset: data.Dataset
+
+
+def workload(model: ModelOptions, options: DataOptions, seed: int, first_process: bool) -> Workload:
+    """Returns the model and its data: those of `options`, or what a model of another package brings along.
+
+    **Arguments:** `model`: which, with its options. `options`: what to train on. `seed`: decides which digits are for
+    testing. `first_process`: whether this process checks the files.
+
+    Raises `DataError` for data that are missing, damaged, or no match for the model; `ModelError` for options that the
+    model lacks, and what `splitjax.models.make_model` raises.
     """
-    reads = models.reads(model)
+    if model.model in models.NAMES:
+        kind = DataKind(model.model, models.reads(model.model), model.model == "mlp")
+        dataset = load(options, kind, seed, first_process)
+        spec = build_model(model, options, dataset)
+        return Workload(spec, with_negatives(dataset, spec))
+    made = models.make_model(model.model, place="--model", **model.factory_options())
+    if made.dataset is not None:
+        return Workload(made, _brought(made.dataset, made.name, seed))
+    if isinstance(made, models.OwnStep):
+        raise DataError(
+            f"{made.name} brings no data",
+            place="--model",
+            remedy="give OwnStep(dataset=...) a function of a seed that returns a splitjax.data.Dataset",
+        )
+    dataset = load(options, DataKind(made.name, made.reads, made.input_shape != _IMAGE_SHAPE), seed, first_process)
+    return Workload(made, _fitting(made, dataset))
+
+
+def _brought(dataset: Callable[[int], data.Dataset], name: str, seed: int) -> data.Dataset:
+    """Calls what makes a model's own data. Raises `DataError` where that fails, or gives no data set."""
+    try:
+        made = dataset(seed)
+    except SplitjaxError:
+        raise
+    except Exception as error:  # whatever a stranger's function raises
+        raise DataError(
+            f"the model's data cannot be made: {type(error).__name__}: {error}",
+            value=name,
+            place="--model, dataset",
+            remedy="call the model's dataset(seed) by hand to see where",
+        ) from error
+    if not isinstance(made, data.Dataset):
+        raise DataError(
+            f"the model's dataset(seed) returns {type(made).__name__}",
+            value=name,
+            place="--model, dataset",
+            remedy="return splitjax.data.Dataset(name, train={...}, test={...}, class_names=(...))",
+        )
+    return made
+
+
+def _fitting(spec: models.ModelSpec, dataset: data.Dataset) -> data.Dataset:
+    """Returns the `dataset`. Raises `DataError` where its examples have not the shapes that the model reads."""
+    batch = next(dataset.train_batches(1))
+    for name, wanted in spec.inputs.items():
+        shape = tuple(batch[name].shape[1:]) if name in batch else None
+        if shape != tuple(wanted.shape) and spec.reads != "text":
+            raise DataError(
+                f"{spec.name} reads {name!r} of shape {tuple(wanted.shape)}",
+                value=shape,
+                place=f"--data, {dataset.name}",
+                remedy="choose other data, or let the model bring its own: from_linen(..., dataset=...)",
+            )
+    return dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class DataKind:
+    """Says what data a model takes: its `name`, what it `reads`, and whether it takes images as they are stored
+    (`is_flat`), and not as 32x32 pixels in three channels."""
+
+    name: str
+    reads: str
+    is_flat: bool
+
+
+def load(options: DataOptions, kind: DataKind, seed: int, first_process: bool) -> data.Dataset:
+    """Returns the data set of `options`. Raises `DataError` for data that are missing, damaged, or no match for the
+    model.
+
+    **Arguments:** `options`: what to train on. `kind`: what the model takes. `seed`: decides which digits are for
+    testing. `first_process`: whether this process checks the files.
+    """
+    reads, is_flat = kind.reads, kind.is_flat
     if reads != {"text": "text", "criteo": "clicks"}.get(options.data, "images"):
         raise DataError(
-            f"{model} reads {reads}",
+            f"{kind.name} reads {reads}",
             value=options.data,
             place="--data",
             remedy="train a transformer or lstm on text, deepfm or dlrm on criteo, and the other models on images",
         )
-    is_flat = model == "mlp"
     if options.data == "digits":
         image_size, channels = (None, 1) if is_flat else (_IMAGE_SIZE, _CHANNELS)
         return data.load_digits(seed=seed, image_size=image_size, channels=channels)
@@ -146,20 +229,20 @@ class Steps:
     """Holds the decorated steps of a run.
 
     - `init_fn`: `init_fn(key)` is the state that training begins with.
-    - `train_step`, `eval_step`: decorated, `step(state, batch)`.
+    - `train_step`, `eval_step`: decorated, `step(state, batch)`; no `eval_step` for a model that brings none.
     - `example`: the shapes of a training batch, by name.
     - `reads`: what the model reads: images, text or clicks.
     """
 
     init_fn: Callable[[Any], Any]
     train_step: Any
-    eval_step: Any
+    eval_step: Any | None
     example: Mapping[str, jax.ShapeDtypeStruct]
     reads: str
 
 
 def make_steps(
-    spec: models.ModelSpec,
+    spec: models.ModelSpec | models.OwnStep,
     dataset: data.Dataset,
     batch_size: int,
     mesh: Mapping[str, int] | None,
@@ -178,10 +261,7 @@ def make_steps(
     - `layout`: rules, and how examples and table rows are exchanged.
     - `options`: of the optimizer; `rate`: its learning rate.
     """
-    boundary = functools.partial(splitjax.value_and_grad, microbatches=options.microbatches)
-    init_fn, train_step, eval_step = models.make_step(
-        spec, optimizer(options, rate), label_smoothing=options.label_smoothing, value_and_grad=boundary
-    )
+    init_fn, train_step, eval_step = _undecorated(spec, options, rate)
     step = splitjax.parallelize(
         train_step,
         mesh=mesh,
@@ -192,7 +272,37 @@ def make_steps(
     )
     batch = next(dataset.train_batches(1))
     example = {name: jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), array.dtype) for name, array in batch.items()}
-    return Steps(init_fn, step, step.like(eval_step), example, spec.reads)
+    judge = None if eval_step is None else step.like(eval_step)
+    return Steps(init_fn, step, judge, example, spec.reads if isinstance(spec, models.ModelSpec) else "")
+
+
+def _undecorated(
+    spec: models.ModelSpec | models.OwnStep, options: OptimizerOptions, rate: optax.Schedule
+) -> tuple[Callable[[Any], Any], Callable[..., Any], Callable[..., Any] | None]:
+    """Returns what makes a state, trains it and evaluates it, as the model brings it or as `models.make_step` makes
+    it."""
+    if isinstance(spec, models.OwnStep):
+        return spec.init_fn, spec.train_step, spec.eval_step
+    boundary = functools.partial(splitjax.value_and_grad, microbatches=options.microbatches)
+    return models.make_step(
+        spec, optimizer(options, rate), label_smoothing=options.label_smoothing, value_and_grad=boundary
+    )
+
+
+def check_optimizer(model: models.ModelSpec | models.OwnStep, options: OptimizerOptions) -> None:
+    """Raises `ModelError` for an option of `options` that is not the usual one where the `model` brings its own
+    step."""
+    if isinstance(model, models.ModelSpec):
+        return
+    usual = OptimizerOptions()
+    for field in dataclasses.fields(options):
+        if getattr(options, field.name) != getattr(usual, field.name):
+            raise models.ModelError(
+                f"{model.name} brings its own optimizer",
+                value=getattr(options, field.name),
+                place=f"--{field.name.replace('_', '-')}",
+                remedy="leave it out, or give the factory an option for it: --model-option KEY=VALUE",
+            )
 
 
 class Evaluation:
@@ -212,7 +322,7 @@ class Evaluation:
 
     def __call__(self, state: Any) -> dict[str, float]:
         num = self._dataset.num_test
-        totals = {"loss": 0.0, "accuracy": 0.0}
+        totals: dict[str, float] = {}
         scores: list[np.ndarray] = []
         labels: list[np.ndarray] = []
         batches = self._dataset.test_batches(self._batch_size, rows=self._placement.rows)
@@ -220,8 +330,10 @@ class Evaluation:
             weight = min(self._batch_size, num - number * self._batch_size)
             placed = self._placement(batch)
             results = self._step(state, placed)
-            for name in totals:
-                totals[name] += weight * float(results[name])
+            for name in ("loss", "accuracy"):
+                if name in results:
+                    totals.setdefault(name, 0.0)
+                    totals[name] += weight * float(results[name])
             if self._reads == "clicks":
                 scores.append(_everywhere(results["logits"])[:weight])
                 labels.append(_everywhere(placed["label"])[:weight])

@@ -10,7 +10,18 @@ import tyro
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import Library, MeshText, ModelName, OptimizerName, Traceback, check_positive, parse_mesh
+from splitjax.cli._options import (
+    Library,
+    MeshText,
+    ModelName,
+    ModelOption,
+    OptimizerName,
+    Traceback,
+    check_positive,
+    import_from_here,
+    parse_mesh,
+    parse_model_options,
+)
 from splitjax.cli._output import print_value
 from splitjax.display.document import Column, Document, Table
 
@@ -25,9 +36,12 @@ class Lint(Traceback):
     """Check a rule set; exits with 1 if it finds errors."""
 
     rules: Annotated[str, tyro.conf.Positional]
-    """A shipped rule set, or the path of a TOML file."""
+    """A shipped rule set, one that an installed package declares, the path of a TOML file, or package.module:RULES."""
     model: ModelName | None = None
-    """Check also what the rules match in this model, and on the mesh."""
+    """Check also what the rules match in this model, and on the mesh: a name, or package.module:factory, imported from
+    the current folder too."""
+    model_option: ModelOption = ()
+    """Options of the model, such as num_layers=2, for its factory."""
     mesh: MeshText = "data=2,model=4"
     """Mesh axes and their sizes, for the check against a model."""
     library: Library = "linen"
@@ -45,6 +59,8 @@ class Lint(Traceback):
         """Runs the command, printing on the `console`, and returns the exit status."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh)
+        options = parse_model_options(self.model_option)
+        import_from_here(self.model, self.rules)
         _session.start(mesh.num_devices)
         from splitjax.rules import lint, load_rules
 
@@ -57,7 +73,7 @@ class Lint(Traceback):
 
             # Traced under a set that always fits: one that does not is to give findings, not the error of planning.
             planned = planned_step(
-                ModelChoice(self.model, self.library, self.num_classes, self.width),
+                ModelChoice(self.model, self.library, self.num_classes, self.width, options),
                 LayoutChoice(mesh, "data_parallel"),
                 self.optimizer,
                 self.batch_size,

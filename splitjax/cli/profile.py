@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import OptionValueError, Traceback, check_positive, parse_mesh
+from splitjax.cli._options import OptionValueError, Traceback, check_positive, import_from_here, parse_mesh
 from splitjax.cli._output import print_value, write_file, write_page
 from splitjax.cli._train_options import (
     DataOptions,
@@ -79,14 +79,15 @@ class ShowProfile(Traceback):
 
         from splitjax.cli import _train_parts as parts
 
-        dataset = parts.load(self.data, self.model.model, self.seed, True)
-        spec, size = parts.build_model(self.model, self.data, dataset), self.data.batch_size
-        dataset = parts.with_negatives(dataset, spec)
+        import_from_here(self.model.model, self.layout.rules)
+        work = parts.workload(self.model, self.data, self.seed, True)
+        spec, dataset, size = work.model, work.dataset, self.data.batch_size
         parts.num_steps(TrainingOptions(), dataset, size)  # an error for a batch that the data do not fill
         # Of sparsity nothing is updated.
         options = OptimizerOptions(
             optimizer=self.optimizer if self.job else "sgd", schedule="constant", microbatches=self.microbatches
         )
+        parts.check_optimizer(spec, OptimizerOptions(optimizer=self.optimizer, microbatches=self.microbatches))
         steps = parts.make_steps(
             spec,
             dataset,

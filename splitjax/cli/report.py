@@ -16,7 +16,9 @@ class ShowReport(ModelCommand):
     """Compile a model's training step, and show its memory and every collective beside what the plan predicts."""
 
     model: ModelName = "vgg11"
-    """Which model."""
+    """Which model: vgg11, vgg16, resnet18, resnet50, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small,
+    efficientnet_b0, convnext_tiny, mlp, transformer, lstm, deepfm, dlrm; a name that an installed package declares; or
+    package.module:factory, imported from the current folder too."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""

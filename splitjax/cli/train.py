@@ -14,7 +14,7 @@ from rich.console import Console
 
 from splitjax import _compat
 from splitjax.cli import _session
-from splitjax.cli._options import Traceback, check_positive, parse_mesh
+from splitjax.cli._options import Traceback, check_positive, import_from_here, parse_mesh
 from splitjax.cli._train_options import (
     DataOptions,
     LayoutOptions,
@@ -79,6 +79,7 @@ class Train(Traceback):
             profile_steps=self.watching.profile_steps,
         )
         from splitjax.cli import _train_parts as parts
+        from splitjax.models import ModelSpec
         from splitjax.runtime.launch.initialize import initialize
 
         initialize()
@@ -89,9 +90,10 @@ class Train(Traceback):
         first = process == 0
         console = console if first else Console(quiet=True)
 
-        dataset = parts.load(self.data, self.model.model, self.training.seed, first)
-        spec = parts.build_model(self.model, self.data, dataset)
-        dataset = parts.with_negatives(dataset, spec)
+        import_from_here(self.model.model, self.layout.rules)
+        work = parts.workload(self.model, self.data, self.training.seed, first)
+        spec, dataset = work.model, work.dataset
+        parts.check_optimizer(spec, self.optimizer)
         num_steps, an_epoch = parts.num_steps(self.training, dataset, self.data.batch_size)
         rate = parts.schedule(self.optimizer, num_steps)
         steps = parts.make_steps(
@@ -110,7 +112,14 @@ class Train(Traceback):
             soft_wrap=True,
         )
         return _TrainingRun(
-            self, console, dataset, steps, num_steps, an_epoch, parts.learning_rates(rate, num_steps), first
+            self,
+            console,
+            dataset,
+            steps,
+            num_steps,
+            an_epoch,
+            parts.learning_rates(rate, num_steps) if isinstance(spec, ModelSpec) else None,
+            first,
         ).go(begin_unix_seconds)
 
 
@@ -230,6 +239,8 @@ class _TrainingRun:
             data.batch_size, seed=training.seed, start=position, rows=placement.rows, augment=data.augment
         )
         batches = stack.enter_context(prefetch(stream, placement))
+        has_test = self.steps.eval_step is not None
+        evaluate = Evaluation(self.steps, self.dataset, state, data.batch_size) if has_test else None
         return train(
             self.steps.train_step,
             state,
@@ -245,7 +256,7 @@ class _TrainingRun:
             first_step=done + 1,
             checkpoints=checkpoints,
             extra={"options": _flat(self.options)},
-            evaluate=Evaluation(self.steps, self.dataset, state, data.batch_size),
+            evaluate=evaluate,
             learning_rates=self.learning_rates,
             observers=self._observers(stack, done),
             stop=stop,
@@ -279,11 +290,8 @@ class _TrainingRun:
     def _close(self, outcome: TrainingOutcome, stop: StopRequest, ledger: Ledger) -> int:
         ledger.flush()
         row = outcome.row
-        tested = (
-            f", test accuracy {row['eval_accuracy']:.2%}, test loss {row['eval_loss']:.4f}"
-            if "eval_accuracy" in row
-            else ""
-        )
+        tested = f", test accuracy {row['eval_accuracy']:.2%}" if "eval_accuracy" in row else ""
+        tested += f", test loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
         tested += f", test AUC {row['eval_auc']:.4f}" if "eval_auc" in row else ""
         tested += f", test perplexity {row['eval_perplexity']:.2f}" if "eval_perplexity" in row else ""
         self.console.print(f"step {outcome.last_step}: loss {row['loss']:.4f}{tested}", style="bold", highlight=False)

@@ -25,9 +25,10 @@ from typing import Any
 import jax
 
 from splitjax import _compat
-from splitjax.trace.sites import Site
+from splitjax.primitives.calls import BOUNDARY
+from splitjax.primitives.walk import Site
 
-PRIMITIVE = "splitjax_value_and_grad"
+PRIMITIVE = BOUNDARY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ interpreter of them. What cannot run as it is asked for is an error here, before
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from splitjax import _compat
@@ -18,15 +18,15 @@ from splitjax.lower.boundary import is_boundary
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched, whole_axes
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncated import OrdinaryBoundary, PartialWays, partial_ways
-from splitjax.lower.products.interpret import holds_boundary
 from splitjax.lower.products.rebuilding import REBUILD
 from splitjax.lower.tables.sparse_step import SparseStep, TableEdit
 from splitjax.lower.tables.with_rows import WithRows
 from splitjax.lower.turns.in_turns import InTurns, boundary_in_turns
 from splitjax.lower.way import BoundaryWay, LoweredStep, Ways, Whole
 from splitjax.plan import Plan
+from splitjax.primitives.calls import kind_of
+from splitjax.primitives.walk import Site, Visit, holds_boundary, walk
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site, bodies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,10 @@ def choose_ways(step: LoweredStep, jaxpr: _compat.ClosedJaxpr, choices: Boundary
     """
     ways: dict[Site, BoundaryWay] = {}
     ordinary: OrdinaryBoundary | None = None
-    for eqn, site in _boundaries(jaxpr, ways):
+    for visit in walk(jaxpr, lambda visit: _is_entered(visit, ways)):
+        eqn, site = visit.eqn, visit.site
+        if not is_boundary(eqn):
+            continue
         edit = choices.tables.edited(eqn, site) if choices.tables is not None and choices.tables.at(site) else None
         own = _ordinary(step, eqn, site, edit, choices)
         ways[site] = own.inner if edit is None else WithRows(own.inner, edit)
@@ -142,18 +145,11 @@ def _allowed(way: Any) -> Any:
     return way
 
 
-def _boundaries(jaxpr: Any, ways: Ways, prefix: Site = ()) -> Iterator[tuple[Any, Site]]:
-    """Yields the boundaries that the interpreter meets in a jaxpr behind `prefix`, with their sites. Those inside of a
-    boundary that runs whole, as `ways` says by then, are evaluated by themselves."""
-    for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-        site = (*prefix, index)
-        if is_boundary(eqn):
-            yield eqn, site
-            if ways[site].how == "whole":
-                yield from _boundaries(eqn.params["forward"], ways, (*site, 0))
-        elif eqn.primitive.name in REBUILD and holds_boundary(eqn):
-            for number, body in enumerate(bodies(eqn)):
-                yield from _boundaries(body, ways, (*site, number))
+def _is_entered(visit: Visit, ways: Ways) -> bool:
+    """Returns whether the interpreter meets the boundaries inside of an equation by themselves: inside of a boundary
+    that runs whole, as `ways` says by then, and of calls that it rebuilds."""
+    is_met = ways[visit.site].how == "whole" if is_boundary(visit.eqn) else kind_of(visit.eqn) in REBUILD
+    return is_met and holds_boundary(visit.eqn)
 
 
 def _has_recurrence(graph: Graph, site: Site) -> bool:

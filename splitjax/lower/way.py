@@ -21,8 +21,8 @@ from splitjax.lower.boundary import Twin, expand, is_boundary
 from splitjax.lower.products.interpret import BoundaryHook, EvalForward
 from splitjax.lower.products.layout import StepLayout
 from splitjax.plan import BoundaryPlan, Plan
+from splitjax.primitives.walk import Site, equation_at
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site, equation_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

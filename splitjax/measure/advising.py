@@ -38,11 +38,11 @@ from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measure
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.planning.partial_plan import gradient_of, predict_partial
+from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
-from splitjax.trace.sites import equation_at
 
 
 def advise_calls(

@@ -24,12 +24,12 @@ from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
 from splitjax.partial.stages import BackpropStages as Cuts
+from splitjax.primitives.walk import equation_at
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link, of_process_0
 from splitjax.sync.scheme import Link
-from splitjax.trace.sites import equation_at
 
 _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whole
 

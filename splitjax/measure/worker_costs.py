@@ -27,7 +27,7 @@ from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.partial.stages import BackpropStages, Stage
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
 # stand at equal parts of the predicted time; further ones where most measured time is undivided: small convolutions

@@ -24,19 +24,16 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, ProfileError, Refusal
-from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
+from splitjax.lower.boundary import boundary_forward, boundary_of, expand
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.way import example_dim, make_twin
+from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
 from splitjax.trace.graph import itemsize
-from splitjax.trace.sites import Site, bodies, equation_at
-
-# Calls that `layout.evaluate` takes apart, so that what a boundary inside them returns can be handed out.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,24 +134,18 @@ def _example_dims(eqn: Any, twin: Any) -> list[int | None]:
     return [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
 
 
-def _boundary_sites(
-    jaxpr: _compat.ClosedJaxpr | _compat.Jaxpr, place: str, prefix: Site = (), inside: str = ""
-) -> Iterator[Site]:
-    """Yields the sites of the boundaries of a step. `inside`: the loop or branch that the jaxpr is the body of."""
-    for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-        if not is_boundary(eqn):
-            within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
-            for number, body in enumerate(bodies(eqn)):
-                yield from _boundary_sites(body, place, (*prefix, index, number), within)
-        elif inside:
+def _boundary_sites(jaxpr: _compat.ClosedJaxpr | _compat.Jaxpr, place: str) -> Iterator[Site]:
+    """Yields the sites of the boundaries of a step, none of which may stand in a loop or a branch: what a boundary
+    returns is handed out, which only inlined calls let through."""
+    for visit in boundaries(jaxpr):
+        if visit.not_inline is not None:
             raise ProfileError(
-                f"the step takes gradients inside a {inside}, where there is not one per call",
-                value=eqn.params["label"],
+                f"the step takes gradients inside a {visit.not_inline.primitive.name}, where there is not one per call",
+                value=visit.eqn.params["label"],
                 place=place,
                 remedy="profile a step that takes them once, such as the loop's body",
             )
-        else:
-            yield (*prefix, index)
+        yield visit.site
 
 
 def _gradients(

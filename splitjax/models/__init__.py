@@ -14,9 +14,11 @@ from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
 from splitjax.models.mobilenet import LinenMobileNet, MobileNetConfig, NnxMobileNet
 from splitjax.models.objectives import area_under_curve
-from splitjax.models.registry import LIBRARIES, NAMES, ModelSpec, build, reads
+from splitjax.models.own import OwnStep
+from splitjax.models.registry import LIBRARIES, NAMES, build, make_model, reads, register_model
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
 from splitjax.models.sampled_softmax import log_uniform, sampled_cross_entropy, tabled
+from splitjax.models.spec import ModelSpec, from_linen, from_nnx
 from splitjax.models.steps import make_nnx_step, make_step
 from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
@@ -53,15 +55,20 @@ __all__ = [
     "NnxResNet",
     "NnxTransformer",
     "NnxVGG",
+    "OwnStep",
     "ResNetConfig",
     "TransformerConfig",
     "VGGConfig",
     "area_under_curve",
     "build",
+    "from_linen",
+    "from_nnx",
     "log_uniform",
+    "make_model",
     "make_nnx_step",
     "make_step",
     "reads",
+    "register_model",
     "sampled_cross_entropy",
     "tabled",
 ]

@@ -19,8 +19,8 @@ import optax
 from splitjax.errors import DataError
 from splitjax.models._common import ModelError, at_least_float32
 from splitjax.models.lstm import Sampled
-from splitjax.models.registry import ModelSpec
 from splitjax.models.sampled_softmax import LogProbability, log_uniform, sampled_cross_entropy
+from splitjax.models.spec import ModelSpec
 
 Batch: TypeAlias = dict[str, jax.Array]
 Metrics: TypeAlias = dict[str, jax.Array]

@@ -2,20 +2,21 @@
 
 A name and options go in; a `ModelSpec` comes out, which tells what the model reads and makes its parameters. What the
 registry needs to know of a family stands in its config (`ModelConfig`), so a further family is a row of `_FAMILIES`.
+Models of other packages come by `register_model`, or by reference: `make_model("package.module:factory")`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar, overload
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from splitjax._registry import NamedRegistry, is_reference, load_reference
 from splitjax.models._common import ModelConfig, ModelError
 from splitjax.models.convnext import ConvNeXtConfig, LinenConvNeXt, NnxConvNeXt
 from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
@@ -24,11 +25,12 @@ from splitjax.models.efficientnet import EfficientNetConfig, LinenEfficientNet, 
 from splitjax.models.lstm import LinenLSTM, LSTMConfig, NnxLSTM
 from splitjax.models.mlp import LinenMLP, MLPConfig, NnxMLP
 from splitjax.models.mobilenet import LinenMobileNet, MobileNetConfig, NnxMobileNet
+from splitjax.models.own import ModelFactory, OwnStep, call_factory
 from splitjax.models.resnet import LinenResNet, NnxResNet, ResNetConfig
+from splitjax.models.spec import ModelSpec, Reads
 from splitjax.models.transformer import LinenTransformer, NnxTransformer, TransformerConfig
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
-Reads: TypeAlias = Literal["images", "text", "clicks"]
 _Value = TypeVar("_Value")
 
 
@@ -76,134 +78,9 @@ NAMES: tuple[str, ...] = tuple(_FAMILIES)
 LIBRARIES: tuple[str, ...] = ("linen", "nnx")
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelSpec:
-    """Holds a model with its options, in one of the two Flax libraries.
-
-    **Attributes:**
-
-    - `name`: as given to `build`.
-    - `library`: `"linen"` or `"nnx"`.
-    - `config`: the options; a frozen dataclass of the model's family, such as `VGGConfig`.
-    - `module`: the Linen module; None for NNX.
-    """
-
-    name: str
-    library: str
-    config: ModelConfig
-    module: nn.Module | None = None
-
-    @property
-    def reads(self) -> Reads:
-        """The model's subject: images, the next word of a text, or whether somebody clicks on what was shown."""
-        return _FAMILIES[self.name].reads
-
-    @property
-    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The batch entries that the model reads, in its arguments' order: the shape of one example, without the
-        example dim."""
-        return self.config.inputs
-
-    @property
-    def input_name(self) -> str:
-        """The first of `inputs`: `"image"`, `"tokens"` or `"ids"`."""
-        return next(iter(self.inputs))
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one example of it, without the example dim."""
-        return self.inputs[self.input_name].shape
-
-    @property
-    def num_negatives(self) -> int:
-        """Words that a training batch brings drawn for each example, for a softmax that is sampled in training; 0 for
-        others."""
-        return self.config.num_negatives
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes that the model tells apart; 2 for clicks, the size of the vocabulary for text."""
-        return self.config.num_classes
-
-    @property
-    def has_batch_stats(self) -> bool:
-        """True where training updates running statistics (batch norm)."""
-        return self.config.has_batch_stats
-
-    @property
-    def has_dropout(self) -> bool:
-        """True where training draws random bits: for dropout, or for stochastic depth."""
-        return self.config.has_dropout
-
-    def example(self, batch_size: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of a training batch of `batch_size` examples: enough to plan a step without data.
-
-        Images: `{"image": f32[B, *shape], "label": i32[B]}`; text: `{"tokens": i32[B, max_len]}`, for the LSTM
-        `{"tokens": i32[B, max_len + 1], "negatives": i32[B, negatives]}`; clicks:
-        `{"ids": i32[B, F], "values": f32[B, D], "label": i32[B]}`.
-        """
-        batch = {name: jax.ShapeDtypeStruct((batch_size, *it.shape), it.dtype) for name, it in self.inputs.items()}
-        if self.reads != "text":
-            batch["label"] = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-        if self.num_negatives:
-            (max_len,) = self.input_shape
-            batch["tokens"] = jax.ShapeDtypeStruct((batch_size, max_len + 1), jnp.int32)
-            batch["negatives"] = jax.ShapeDtypeStruct((batch_size, self.num_negatives), jnp.int32)
-        return batch
-
-    def init(self, key: jax.Array) -> dict[str, Any]:
-        """Makes fresh Linen variables from a PRNG key: `{"params": ...}`, and `"batch_stats"` where there is batch
-        norm.
-
-        Raises `ModelError` for an NNX model.
-        """
-        module = self._linen("init")
-        # Under jit the compiler drops the forward pass that Linen runs to learn the shapes.
-        return jax.jit(module.init)(key, *(jnp.zeros((1, *it.shape), it.dtype) for it in self.inputs.values()))
-
-    def apply(self, variables: dict[str, Any], *inputs: jax.Array, train: bool = False, **options: Any) -> Any:
-        """Runs the Linen model, as its `module.apply`: `options` are `rngs`, `mutable` and the like.
-
-        With `variables` as of `init`, and `train` while it is trained: the arrays of `inputs`, [B, ...] each -> [B,
-        num_classes] logits ([B, T, vocab_size] for tokens, [B] for clicks). Raises `ModelError` for an NNX model.
-        """
-        return self._linen("apply").apply(variables, *inputs, train=train, **options)
-
-    def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Makes a fresh NNX module, which is called as `module(inputs, train=False)`, with the streams of `rngs`.
-
-        Raises `ModelError` for a Linen model.
-        """
-        if self.library != "nnx":
-            raise ModelError(
-                "this is a Linen model: its parameters are made by init(key)",
-                value=self.name,
-                place="ModelSpec.make",
-                remedy=f'call init(key), or build({self.name!r}, library="nnx")',
-            )
-        return _FAMILIES[self.name].nnx(self.config, rngs=rngs)
-
-    def num_params(self) -> int:
-        """Counts the trainable values, without making them."""
-        if self.library == "linen":
-            params = jax.eval_shape(self.init, jax.random.key(0))["params"]
-        else:
-            params = nnx.state(nnx.eval_shape(lambda: self.make(nnx.Rngs(0))), nnx.Param)
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-    def _linen(self, method: str) -> nn.Module:
-        if self.module is None:
-            raise ModelError(
-                "this is an NNX model: it holds its own parameters",
-                value=self.name,
-                place=f"ModelSpec.{method}",
-                remedy=f'call make(rngs), or build({self.name!r}, library="linen")',
-            )
-        return self.module
-
-
 def reads(name: str) -> Reads:
-    """Returns what the models of this `name` are for, without building one. Raises `ModelError` for an unknown one."""
+    """Returns what splitjax's models of this `name` are for, without building one. Raises `ModelError` for an unknown
+    one."""
     return _choose(name, _FAMILIES, "model", "splitjax.models.reads").reads
 
 
@@ -214,15 +91,100 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
 
     - `name`: `"vgg11"`, `"vgg16"`, `"resnet18"`, `"resnet50"`, `"mobilenet_v2"`, `"mobilenet_v3_large"`,
       `"mobilenet_v3_small"`, `"efficientnet_b0"`, `"convnext_tiny"`, `"mlp"`, `"transformer"`, `"lstm"`, `"deepfm"` or
-      `"dlrm"`.
+      `"dlrm"`; or a name that `register_model` or an installed package has added.
     - `library`: `"linen"` or `"nnx"`.
     - `num_classes`: width of the last layer, default 10; for models of text the same as their `vocab_size`; those of
       clicks have none.
     - `options`: the fields of the model's config, such as `VGGConfig` or `LSTMConfig`. `dtype` and `param_dtype` may be
-      names, such as `"bfloat16"`.
+      names, such as `"bfloat16"`. A registered model takes what its factory takes.
 
-    Raises `ModelError` for an unknown name, library or option, and for options that contradict each other.
+    Raises `ModelError` for an unknown name, library or option, for options that contradict each other, and for a
+    registered model that is a whole training step (`OwnStep`, see `make_model`).
     """
+    if name in _FAMILIES or not MODELS.knows(name):
+        return _shipped(name, library=library, num_classes=num_classes, **options)
+    options = options if num_classes is None else {"num_classes": num_classes, **options}
+    model = make_model(name, library=library, **options)
+    if isinstance(model, OwnStep):
+        raise ModelError(
+            "this model is a whole training step and no Flax module",
+            value=name,
+            place=f"splitjax.models.build({name!r})",
+            remedy="take its init_fn and train_step from splitjax.models.make_model",
+        )
+    return model
+
+
+def make_model(which: str, *, library: str = "linen", place: str = "", **options: Any) -> ModelSpec | OwnStep:
+    """Makes a model by name or by reference.
+
+    **Arguments:**
+
+    - `which`: a name that `build` takes, or `package.module:factory`, where the factory is called with `options`.
+    - `library`: `"linen"` or `"nnx"`; handed to a factory that has such an argument.
+    - `place`: what an error names as its place.
+    - `options`: as of `build`, or the factory's own.
+
+    **Returns:** a `ModelSpec`, or an `OwnStep` where the factory gives a whole training step.
+
+    Raises `ModelError` for a name, a module or an attribute that there is not, for options that the model lacks, for a
+    factory that fails, and for one that returns something else; `ExtensionError` for an installed package that declares
+    the name and cannot be loaded.
+    """
+    place = place or f"splitjax.models.make_model({which!r})"
+    if is_reference(which):
+        return call_factory(which, load_reference(which, place=place, error=ModelError), library, options, place)
+    if which in _FAMILIES:
+        return _shipped(which, library=library, **options)
+    return call_factory(which, MODELS.find(which, place=place), library, options, place)
+
+
+@overload
+def register_model(name: str, factory: ModelFactory) -> ModelFactory: ...
+@overload
+def register_model(name: str, factory: None = None) -> Callable[[ModelFactory], ModelFactory]: ...
+def register_model(name: str, factory: ModelFactory | None = None) -> Any:
+    """Makes a model known by its `name`: `build(name)`, `--model name`; also as a decorator, `@register_model("mine")`.
+
+    `factory` is called with options as keywords, and returns a `ModelSpec` (`from_linen`, `from_nnx`) or an `OwnStep`.
+    Raises `ModelError` for a name that is taken, and for what cannot be called.
+    """
+
+    def add(given: ModelFactory) -> ModelFactory:
+        if not callable(given):
+            raise ModelError(
+                "a model is made by a function of its options",
+                value=given,
+                place=_REGISTER,
+                remedy="pass the function itself",
+            )
+        MODELS.add(name, given, same=_same_function)
+        return given
+
+    return add if factory is None else add(factory)
+
+
+def _same_function(known: Any, again: Any) -> bool:
+    """Tells whether a function is one that is known, of a module that was loaded again."""
+    names = [(getattr(it, "__module__", None), getattr(it, "__qualname__", id(it))) for it in (known, again)]
+    return names[0] == names[1] and "<lambda>" not in str(names[0][1])
+
+
+def _accept(name: str, loaded: Any) -> None:
+    """Registers the factory that an entry point called `name` has loaded, where importing it did not."""
+    if not callable(loaded):
+        raise TypeError(f"it names {loaded!r}, which cannot be called")
+    MODELS.add(name, loaded)
+
+
+_REGISTER = "splitjax.models.register_model"
+MODELS: NamedRegistry[ModelFactory] = NamedRegistry(
+    "model", group="splitjax.models", error=ModelError, register=_REGISTER, accept=_accept
+)
+
+
+def _shipped(name: str, *, library: str = "linen", num_classes: int | None = None, **options: Any) -> ModelSpec:
+    """Builds one of splitjax's own models, as `build` says."""
     place = f"splitjax.models.build({name!r})"
     family = _choose(name, _FAMILIES, "model", "splitjax.models.build")
     _choose(library, dict.fromkeys(LIBRARIES), "library", place)
@@ -244,7 +206,13 @@ def build(name: str, *, library: str = "linen", num_classes: int | None = None, 
             _choose("num_classes", dict.fromkeys(family.options), "option", place)
             options["num_classes"] = num_classes
     config: ModelConfig = family.config(**dict(family.fixed), **options)
-    return ModelSpec(name, library, config, family.linen(config) if library == "linen" else None)
+    if library == "linen":
+        return ModelSpec(name, library, config, family.linen(config), family.reads)
+    return ModelSpec(name, library, config, None, family.reads, lambda rngs: family.nnx(config, rngs=rngs))
+
+
+for _name in _FAMILIES:
+    MODELS.add(_name, functools.partial(_shipped, _name))
 
 
 def _choose(key: object, table: Mapping[str, _Value], what: str, place: str) -> _Value:

@@ -27,8 +27,8 @@ from flax import nnx
 
 from splitjax.models._common import ModelError
 from splitjax.models.objectives import Batch, Loss, Metrics, evaluation, training
-from splitjax.models.registry import ModelSpec
 from splitjax.models.sampled_softmax import LogProbability
+from splitjax.models.spec import ModelSpec
 
 # "params", "opt", "step", and what the model has beside them; each a pytree of arrays.
 State: TypeAlias = dict[str, Any]

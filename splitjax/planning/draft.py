@@ -26,11 +26,11 @@ from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
 from splitjax.planning.observing import TableDecision
+from splitjax.primitives.walk import Site
 from splitjax.rules import RuleSet
 from splitjax.rules.assign import Assignment
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site
 
 _NOTHING = Assignment("", "all", (), (), (), (), ())
 

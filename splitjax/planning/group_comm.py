@@ -19,7 +19,7 @@ from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.lower.turns.in_turns import InTurns, boundaries_in_turns
 from splitjax.planning.draft import Draft
 from splitjax.planning.predict import memory_of
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 WORTHWHILE = 0.1  # of the predicted peak
 

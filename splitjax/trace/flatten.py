@@ -12,8 +12,8 @@ used. Loops are walked once; pseudo-operations (names starting with `_`) stand f
 - `_scan_index`: all scanned operands and stacked results of one scan: their leading dims count the same iterations;
 - `_gradient`: the gradient of a differentiated operand of the boundary: same shape, same dims.
 
-A `site` (`trace.sites`) names the equation that an operation comes from; `lower.products.interpret` finds operations
-again by it.
+A `site` (`primitives.walk`) names the equation that an operation comes from; `lower.products.interpret` finds
+operations again by it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.trace.sites import BOUNDARY, Site, boundary_parts, call_body
+from splitjax.primitives.calls import EDITABLE, Kind, boundary_parts, call_body, kind_of, scan_parts, while_parts
+from splitjax.primitives.interpreter import fold
+from splitjax.primitives.walk import Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Op:
     - `primitive`: its name; pseudo-operations start with `_`.
     - `inputs`, `outputs`: numbers of the values that it reads and makes.
     - `params`: the equation's parameters.
-    - `site`: the place of its equation (`trace.sites`).
+    - `site`: the place of its equation (`primitives.walk`).
     - `trips`: how often it runs per step: the lengths of the scans around it, multiplied.
     - `loops`: identities of the enclosing loops, outermost first.
     - `eqn`: the equation, for source lines; None for a pseudo-operation.
@@ -106,12 +108,6 @@ def _reduction(eqn: Any) -> str | None:
     )
 
 
-# Calls that `lower.products.interpret` can rebuild around an edited body; the others carry rules of their own beside
-# it.
-_EDITABLE = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"})
-_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-
-
 FORWARD: str = "forward"
 BACKWARD: str = "backward"
 
@@ -143,35 +139,24 @@ class _Flattener:
     def walk(self, jaxpr: Any, operands: Sequence[int], where: _Where) -> list[int]:
         """Walks one jaxpr; returns the value numbers of its results."""
         inner, _ = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, int] = {}
         # Values that a body closes over are constants of the trace: no leaf reaches them.
-        for var in inner.constvars:
-            env[var] = self.value(var.aval)
-            self.constants.append(env[var])
-        env.update(zip(inner.invars, operands, strict=True))
+        constants = [self.value(var.aval) for var in inner.constvars]
+        self.constants.extend(constants)
+        step = lambda index, eqn, values: self.equation(eqn, values, where.at(index, eqn))
+        return fold(jaxpr, operands, step, self.literal, constants)
 
-        def read(atom: Any) -> int:
-            if isinstance(atom, _compat.Literal):
-                value = self.value(atom.aval)
-                self.literals[value] = atom.val
-                return value
-            return env[atom]
-
-        for index, eqn in enumerate(inner.eqns):
-            results = self.equation(eqn, [read(a) for a in eqn.invars], where.at(index, eqn))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in inner.outvars]
+    def literal(self, atom: Any) -> int:
+        value = self.value(atom.aval)
+        self.literals[value] = atom.val
+        return value
 
     def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-        name = _reduction(eqn) or eqn.primitive.name
-        body = call_body(eqn)
+        kind, body = kind_of(eqn), call_body(eqn)
         if body is not None:
-            return self.walk(
-                body, operands, where.into_call(eqn, editable=name in _EDITABLE, custom=name in _CUSTOM_RULES)
-            )
-        handler = _CONTROL.get(name)
-        if handler is not None:
-            return handler(self, eqn, operands, where)
+            return self.walk(body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is Kind.RULE))
+        if kind in _CONTROL:
+            return _CONTROL[kind](self, eqn, operands, where)
+        name = _reduction(eqn) or eqn.primitive.name
         return self.emit(name, operands, [v.aval for v in eqn.outvars], where, eqn, eqn.params)
 
     def emit(
@@ -273,19 +258,13 @@ def derivative_phase(name_stack: str) -> str:
 
 
 def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-    num_consts, num_carry = _compat.scan_counts(eqn.params)
-    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    consts, init, scanned = scan_parts(eqn, operands)
+    inner, num_carry = scan_parts(eqn, _compat.open_jaxpr(eqn.params["jaxpr"])[0].invars), len(init)
     loop = flat.loop()
     inside = where.into_loop(0, loop, trips=eqn.params["length"])
-    consts, init, scanned = (
-        operands[:num_consts],
-        operands[num_consts : num_consts + num_carry],
-        operands[num_consts + num_carry :],
-    )
-    carry = _enter(flat, init, [v.aval for v in body.invars[num_consts : num_consts + num_carry]], inside, loop)
+    carry = _enter(flat, init, [v.aval for v in inner.carry], inside, loop)
     slices = [
-        flat.emit("_scan_in", [outer], [var.aval], inside)[0]
-        for outer, var in zip(scanned, body.invars[num_consts + num_carry :], strict=True)
+        flat.emit("_scan_in", [outer], [var.aval], inside)[0] for outer, var in zip(scanned, inner.xs, strict=True)
     ]
     results = flat.walk(eqn.params["jaxpr"], [*consts, *carry, *slices], inside)
     _carry_back(flat, results[:num_carry], carry, inside)
@@ -299,18 +278,17 @@ def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
 
 
 def _while(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts, init = while_parts(eqn, operands)
     loop = flat.loop()
     body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
-    init = operands[num_cond + num_body :]
     inside = where.into_loop(1, loop).in_doubt()
-    carry = _enter(flat, init, [v.aval for v in body.invars[num_body:]], inside, loop)
+    carry = _enter(flat, init, [v.aval for v in body.invars[len(body_consts) :]], inside, loop)
     flat.walk(
         eqn.params["cond_jaxpr"],
-        [*operands[:num_cond], *carry],
+        [*cond_consts, *carry],
         where.into_loop(0, loop).in_doubt(),
     )
-    results = flat.walk(eqn.params["body_jaxpr"], [*operands[num_cond : num_cond + num_body], *carry], inside)
+    results = flat.walk(eqn.params["body_jaxpr"], [*body_consts, *carry], inside)
     _carry_back(flat, results, carry, inside)
     return results
 
@@ -348,7 +326,7 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
     return [*results, *gradients]
 
 
-_CONTROL = {"scan": _scan, "while": _while, "cond": _cond, BOUNDARY: _boundary}
+_CONTROL = {Kind.SCAN: _scan, Kind.WHILE: _while, Kind.COND: _cond, Kind.BOUNDARY: _boundary}
 
 
 def flatten(jaxpr: Any) -> FlatStep:

@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Atoms, refine, unite
 from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.links import Linked, RawLink, link, tie
-from splitjax.trace.sites import Site
 from splitjax.verify.parameters import Shape
 
 

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.plan import spec_text
+from splitjax.primitives.calls import call_body
+from splitjax.primitives.walk import equation_at
 from splitjax.trace.flatten import BACKWARD, derivative_phase
 from splitjax.trace.graph import Use
-from splitjax.trace.sites import call_body, equation_at
 from splitjax.verify.comparing import Difference, compare
 from splitjax.verify.result import Finding
 from splitjax.verify.taps import CotangentTaps, ResultTaps, Tap, Taps

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
-from splitjax.lower.boundary import PRIMITIVE, boundary_of, value_and_grad_p
+from splitjax.lower.boundary import boundary_of, value_and_grad_p
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.trace.sites import Site, call_body
+from splitjax.primitives.calls import Kind, call_body, kind_of, scan_parts, while_parts
+from splitjax.primitives.interpreter import RunBody, evaluate
+from splitjax.primitives.walk import Site
 from splitjax.verify.dim_classes import Misfit, Sized
 from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
 from splitjax.verify.sizes import OPEN_CALLS, local_sizes
@@ -48,24 +50,15 @@ class Rewriter:
 
     def run(self, jaxpr: Any, operands: Sequence[Any], site: Site = (), taps: Taps = NONE) -> list[Any]:
         """Evaluates a closed `jaxpr` that stands at `site` on `operands`, with `taps` at its equations."""
-        inner, consts = _compat.open_jaxpr(jaxpr)
-        env = {
-            var: self._constant(const, number, site)
-            for number, (var, const) in enumerate(zip(inner.constvars, consts, strict=True))
-        }
-        env.update(zip(inner.invars, operands, strict=True))
 
-        def read(atom: Any) -> Any:
-            return self._literal(atom) if isinstance(atom, _compat.Literal) else env[atom]
+        def tapped(eqn: Any, values: list[Any], here: Site, _: RunBody) -> list[Any]:
+            results = self._equation(eqn, taps.read(here, eqn, values), here, taps)
+            taps.write(here, eqn, results)
+            return results
 
-        for index, eqn in enumerate(inner.eqns):
-            here = (*site, index)
-            with _compat.equation_context(eqn):
-                values = taps.read(here, eqn, [read(a) for a in eqn.invars])
-                results = self._equation(eqn, values, here, taps)
-                taps.write(here, eqn, results)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in inner.outvars]
+        held = _compat.open_jaxpr(jaxpr)[1]
+        constants = [self._constant(const, number, site) for number, const in enumerate(held)]
+        return evaluate(jaxpr, operands, tapped, site, literal=self._literal, constants=constants)
 
     def _constant(self, const: Any, number: int, site: Site) -> Any:
         if self.sized is not None and not site:
@@ -89,11 +82,11 @@ class Rewriter:
         return list(self.sized.results[site])
 
     def _equation(self, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
-        name = eqn.primitive.name
-        special = _SPECIAL.get(name)
+        name, kind = eqn.primitive.name, kind_of(eqn)
+        special = _SPECIAL.get(kind)
         if special is not None:
             return special(self, eqn, values, site, taps)
-        body = call_body(eqn) if name in OPEN_CALLS else None
+        body = call_body(eqn) if kind in OPEN_CALLS else None
         if body is not None:
             return self.run(body, values, (*site, 0), taps)
         if name == "sharding_constraint" and not self.constrained:
@@ -161,12 +154,7 @@ class Rewriter:
 
 
 def _scan(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
-    num_consts, num_carry = _compat.scan_counts(eqn.params)
-    consts, init, xs = (
-        values[:num_consts],
-        values[num_consts : num_consts + num_carry],
-        values[num_consts + num_carry :],
-    )
+    consts, init, xs = scan_parts(eqn, values)
     length = eqn.params["length"]
     lengths = {np.shape(x)[0] for x in xs}
     lengths |= set() if self.sized is None else {shape[0] for shape in self.sized.stacked.get(site, ())}
@@ -178,12 +166,12 @@ def _scan(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -
         mine, zeros = x
         local = inner_taps.within(zeros)
         results = self.run(eqn.params["jaxpr"], [*consts, *carry, *mine], (*site, 0), local)
-        return results[:num_carry], (results[num_carry:], local.values)
+        return results[: len(init)], (results[len(init) :], local.values)
 
     carry, (ys, seen) = jax.lax.scan(
         body,
-        list(init),
-        (list(xs), extra),
+        init,
+        (xs, extra),
         length=length,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -193,12 +181,11 @@ def _scan(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -
 
 
 def _while(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
+    cond_consts, body_consts, init = while_parts(eqn, values)
     return list(jax.lax.while_loop(
         lambda carry: self.run(eqn.params["cond_jaxpr"], [*cond_consts, *carry], (*site, 0))[0],
         lambda carry: self.run(eqn.params["body_jaxpr"], [*body_consts, *carry], (*site, 1)),
-        list(values[num_cond + num_body :]),
+        init,
     ))  # fmt: skip
 
 
@@ -264,14 +251,10 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
 
 
 _SPECIAL = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "remat": _remat,
-    "remat2": _remat,
-    "checkpoint": _remat,
-    "custom_jvp_call": _custom_rule,
-    "custom_vjp_call": _custom_rule,
-    "custom_vjp_call_jaxpr": _custom_rule,
-    PRIMITIVE: _boundary,
+    Kind.SCAN: _scan,
+    Kind.WHILE: _while,
+    Kind.COND: _cond,
+    Kind.REMAT: _remat,
+    Kind.RULE: _custom_rule,
+    Kind.BOUNDARY: _boundary,
 }

@@ -18,16 +18,13 @@ from typing import Any
 import jax
 
 from splitjax import _compat
+from splitjax.primitives.calls import MEANS_ITS_BODY, Kind, kind_of
 from splitjax.trace.flatten import Op
 from splitjax.verify.dim_classes import Analysis, Misfit, Sized, analyse, grouped
 from splitjax.verify.parameters import AS_TRACED, Shape, resized
 
 # Calls whose bodies are rewritten with them: all others keep the sizes that they were traced with.
-OPEN_CALLS: frozenset[str] = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "remat", "remat2", "checkpoint",
-    "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "composite", "custom_vmap_call", "call_hi_primitive",
-})  # fmt: skip
+OPEN_CALLS: frozenset[Kind | None] = MEANS_ITS_BODY | {Kind.RULE}
 
 
 def smallest_together(group: Mapping[int, int], sizes: Mapping[int, int], devices: int) -> dict[int, int]:
@@ -165,7 +162,7 @@ def _takes(analysis: Analysis, op: Op, new: Mapping[int, int], known: dict[Any, 
         return True
     if op.eqn is None:
         return _hands_on(op.primitive, *now)
-    if op.primitive in AS_TRACED or any(call.primitive.name not in OPEN_CALLS for call in op.calls):
+    if op.primitive in AS_TRACED or any(kind_of(call) not in OPEN_CALLS for call in op.calls):
         return False
     try:
         key = (

@@ -24,8 +24,8 @@ from splitjax.errors import SplitjaxError, VerificationError
 from splitjax.lower.boundary import is_boundary
 from splitjax.lower.tables.sync_request import DENSE
 from splitjax.plan import Plan
+from splitjax.primitives.walk import walk
 from splitjax.step.options import OptionError
-from splitjax.trace.sites import bodies
 from splitjax.verify.comparing import TOLERANCE, compare, compared_value, differences_of, is_wrong
 from splitjax.verify.dim_classes import Misfit, analyse
 from splitjax.verify.locating import locate
@@ -342,14 +342,8 @@ def _other_constraints(plan: Plan, small: Plan) -> int:
 
 def _microbatches(jaxpr: Any) -> Sequence[int]:
     """Returns the numbers of microbatches that the step's boundaries ask for."""
-    numbers: list[int] = []
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    for eqn in inner.eqns:
-        if is_boundary(eqn) and eqn.params["microbatches"]:
-            numbers.append(eqn.params["microbatches"])
-        for body in bodies(eqn):
-            numbers += _microbatches(body)
-    return numbers
+    asked = [visit.eqn.params["microbatches"] for visit in walk(jaxpr) if is_boundary(visit.eqn)]
+    return [number for number in asked if number]
 
 
 def _is_finite(array: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Plans cells of the corpus on abstract meshes in a process whose backends cannot be made, and prints a line of JSON for
+"""Plans cells of the corpus on abstract meshes in a process whose backends cannot be made. Prints a line of JSON for
 each: its name with the digest of its plan, or what it was refused with.
 
 Its arguments: models, and how many cells to leave out between two that are planned.

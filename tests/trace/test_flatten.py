@@ -11,8 +11,8 @@ from jax import lax
 
 from splitjax import _compat
 from splitjax.lower.gradient import value_and_grad
+from splitjax.primitives.calls import call_body
 from splitjax.trace.flatten import BACKWARD, FORWARD, derivative_phase, flatten
-from splitjax.trace.sites import call_body
 from tests.trace.helpers import check, graph_of, zeros
 from tests.trace.models import traced
 

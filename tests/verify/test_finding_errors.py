@@ -13,7 +13,7 @@ import pytest
 import splitjax
 from splitjax import display
 from splitjax.errors import SplitjaxError, VerificationError
-from splitjax.trace.sites import equation_at
+from splitjax.primitives.walk import equation_at
 from splitjax.verify import Verification
 from splitjax.verify.comparing import Difference
 from splitjax.verify.locating import describe

@@ -17,14 +17,14 @@ from jax import lax
 
 from splitjax import _compat
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
-from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, BodyAnalysis, NodeAnalysis
-from splitjax.lower.microbatch.example_relation import PARTIAL, Batch, Info
+from splitjax.lower.microbatch.classify import BodyAnalysis, NodeAnalysis
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, is_rebuilt, used_form
 from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, Ref, resized
+from splitjax.primitives.example_relation import PARTIAL, Batch, Info
 
 BEFORE, LOOP, AFTER, INSIDE = "before", "loop", "after", "inside"
 Env = dict[tuple[int, str], Any]  # (value number, form) -> array
-# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `trace.sites`, within the
+# (equation, operands, site) -> results: how one equation is evaluated. The site is as in `primitives.walk`, within the
 # forward.
 Bind = Callable[[Any, Sequence[Any], tuple[int, ...]], Sequence[Any]]
 
@@ -167,7 +167,7 @@ class Evaluator:
             )
         if self.batch.is_exact:
             return self.bind(node.part, operands, node.site)
-        if node.name in DERIVATIVE_RULES:
+        if node.runs_as_it_is:
             return self.repeated(analysis, node, analysed, operands)
         return self.bind(resized(node, self.batch.resize), operands, node.site)
 

@@ -15,8 +15,9 @@ import jax
 from jax import lax
 
 from splitjax import _compat
-
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+from splitjax.primitives.calls import inline_body
+from splitjax.primitives.interpreter import RunBody, evaluate
+from splitjax.primitives.walk import Site
 
 
 def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,28 +35,17 @@ def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
             return results
 
         closed, _ = _compat.trace(flat, *leaves)
-        return jax.tree.unflatten(trees[-1], _evaluate(closed, leaves))
+        return jax.tree.unflatten(trees[-1], evaluate(closed, leaves, _with_fast_convolutions))
 
     return run
 
 
-def _evaluate(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates a closed jaxpr, transposing the convolutions in it and in the calls that it makes."""
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, operands, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, _compat.Literal) else env[atom]
-    for eqn in jaxpr.eqns:
-        values, body = [read(atom) for atom in eqn.invars], eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-        with _compat.equation_context(eqn):
-            if eqn.primitive.name == "conv_general_dilated":
-                results = [_convolution(eqn.params, *values)]
-            elif _compat.is_jaxpr(body):
-                results = _evaluate(body, values)
-            else:
-                results = _compat.bind_equation(eqn, values)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _with_fast_convolutions(eqn: Any, values: list[Any], site: Site, run: RunBody) -> Sequence[Any] | None:
+    """Evaluates a convolution between transpositions, and the body of a call in its place."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return [_convolution(eqn.params, *values)]
+    body = inline_body(eqn)
+    return None if body is None else run(body, 0, values)
 
 
 def _convolution(params: dict[str, Any], data: Any, weight: Any) -> Any:

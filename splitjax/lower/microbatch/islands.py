@@ -28,10 +28,10 @@ from jax.sharding import PartitionSpec
 from splitjax.lower.microbatch.accumulate import LOOP, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
-from splitjax.lower.microbatch.example_relation import EXAMPLES, SAME
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
 from splitjax.lower.products.groups import MeshContext
-from splitjax.trace.sites import Site
+from splitjax.primitives.example_relation import EXAMPLES, SAME
+from splitjax.primitives.walk import Site
 
 
 def stages(analysis: BodyAnalysis, split_sites: Collection[Site], whole_sites: Collection[Site]) -> dict[int, int]:

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from splitjax import _compat
-from splitjax.lower.microbatch.classify import DERIVATIVE_RULES, BodyAnalysis, NodeAnalysis
-from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, Batch, Info
+from splitjax.lower.microbatch.classify import BodyAnalysis, NodeAnalysis
 from splitjax.lower.microbatch.pairing import Node, Ref
+from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, Batch, Info
 
 WHOLE, PART = "whole", "part"
 Need = tuple[int, str]  # (value, form)
@@ -55,7 +55,7 @@ def is_rebuilt(node: Node, analysed: NodeAnalysis) -> bool:
     """Tells whether `node`, of which `analysed` is known, is run by evaluating its bodies one equation at a time.
 
     Else it is run as the part trace's equation."""
-    if not analysed.nested or node.name in DERIVATIVE_RULES:
+    if not analysed.nested or node.runs_as_it_is:
         return False
     return node.name != "scan" or bool(analysed.targets) or node.whole.params["length"] == node.part.params["length"]
 

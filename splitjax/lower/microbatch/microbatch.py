@@ -29,13 +29,13 @@ from splitjax.lower.boundary import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
-from splitjax.lower.microbatch.example_relation import EXAMPLES, LATER, Batch, Info, Reason
 from splitjax.lower.microbatch.islands import Archipelago, Request, find_island, stages
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, mark
 from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
 from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
 from splitjax.lower.microbatch.places import Runner, WorkerLoops
 from splitjax.mesh import MeshShape
+from splitjax.primitives.example_relation import EXAMPLES, LATER, Batch, Info, Reason
 
 
 def local_examples(
@@ -98,7 +98,7 @@ class Accumulation:
     - `manual_axes`: those of the batch axes over which every differentiated operand is replicated: over them the
       gradient is exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
     - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
-      loop only constraints over axes that are not manual are possible. `site` is as in `trace.sites`, within the
+      loop only constraints over axes that are not manual are possible. `site` is as in `primitives.walk`, within the
       forward.
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the
       others' gradients are exchanged once, too.

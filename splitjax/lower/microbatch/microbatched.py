@@ -28,7 +28,7 @@ from splitjax.lower.products.interpret import evaluate_equation
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.way import BoundaryCall, LoweredStep, Whole, example_dim
 from splitjax.plan import Plan
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,6 +142,7 @@ def placed(job: PreparedBoundary, call: BoundaryCall, manual: tuple[str, ...]) -
         {},
         frozenset(),
         manual=(*manual, *(job.islands.axes if job.islands else ())),
+        names=layout.names,
         convolutions=layout.convolutions,
         transforms=layout.transforms,
         rewritten=layout.rewritten,

@@ -17,27 +17,9 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.trace.sites import Site
-
-# Calls without a meaning of their own, and the parameter with their body.
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
-# Equations that keep a body, and the parameter that holds it (or several).
-BODIES: dict[str, str] = {
-    "scan": "jaxpr",
-    "remat2": "jaxpr",
-    "remat": "jaxpr",
-    "checkpoint": "jaxpr",
-    "cond": "branches",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
+from splitjax.primitives.calls import AS_IT_IS, Kind, call_body, inline_body, kind_of
+from splitjax.primitives.example_question import differing_params, is_same_constant
+from splitjax.primitives.walk import Site
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +37,7 @@ class Const:
     @property
     def differs(self) -> bool:
         """Tells whether the two traces disagree on the value, which then comes from the number of examples."""
-        return not _same(self.whole, self.part)
+        return not is_same_constant(self.whole, self.part)
 
     @property
     def is_zero(self) -> bool:
@@ -78,7 +60,7 @@ class Node:
     """Holds one operation of the two traces.
 
     - `whole`, `part`: its equations in the trace of the whole batch and in the part trace.
-    - `site`: equation and body indices from the forward jaxpr inwards, as in `trace.sites`.
+    - `site`: equation and body indices from the forward jaxpr inwards, as in `primitives.walk`.
     - `inputs`, `outputs`: the values that it reads and writes.
     - `bodies`: the jaxprs that it runs: a loop's, or one per branch.
     - `source`: the user's line; of the call that leads here, where a library function was traced before.
@@ -96,6 +78,11 @@ class Node:
     def name(self) -> str:
         """The name of the primitive."""
         return self.whole.primitive.name
+
+    @property
+    def runs_as_it_is(self) -> bool:
+        """Whether it has bodies that cannot be evaluated apart from it: a function with its own derivative rule."""
+        return bool(self.bodies) and kind_of(self.whole) in AS_IT_IS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,9 +224,9 @@ class _Pairer:
         """Adds the equation `a` of the whole trace, paired with `b`, to `nodes`, or what it calls; returns its results.
 
         `operands` are what it reads, `site` is where it stands, and `source` the user's line."""
-        name = a.primitive.name
-        if name in _INLINED and _compat.is_jaxpr(a.params.get(_INLINED[name])):
-            return self.walk(a.params[_INLINED[name]], b.params[_INLINED[name]], operands, (*site, 0), nodes, source)
+        whole, part = inline_body(a), inline_body(b)
+        if whole is not None and part is not None:
+            return self.walk(whole, part, operands, (*site, 0), nodes, source)
         results = tuple(self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True))
         bodies = self.bodies(a, b, site, source)
         if bodies is None:
@@ -249,12 +236,7 @@ class _Pairer:
 
     def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...] | None:
         """Pairs the bodies that the equations `a` and `b` at `site` run; `source` is the user's line."""
-        param = BODIES.get(a.primitive.name)
-        if param is None or param not in a.params:
-            return ()
-        whole, part = (
-            (eqn.params[param],) if _compat.is_jaxpr(eqn.params[param]) else tuple(eqn.params[param]) for eqn in (a, b)
-        )
+        whole, part = _bodies(a), _bodies(b)
         if not self.require(len(whole) == len(part), a, "different numbers of branches"):
             return None
         bodies = []
@@ -270,6 +252,17 @@ class _Pairer:
         return tuple(bodies)
 
 
+def _bodies(eqn: Any) -> tuple[Any, ...]:
+    """Returns the jaxprs of `eqn` that are analysed with it: a loop's, a call's, or one per branch."""
+    kind = kind_of(eqn)
+    if kind is Kind.SCAN:
+        return (eqn.params["jaxpr"],)
+    if kind is Kind.COND:
+        return tuple(eqn.params["branches"])
+    body = call_body(eqn)
+    return () if body is None else (body,)
+
+
 def _source(eqn: Any, outer: str) -> str:
     """Returns the user's line of an equation, or `outer`, the enclosing call's, where it knows a library's only."""
     line = _compat.source_line(eqn)
@@ -279,36 +272,6 @@ def _source(eqn: Any, outer: str) -> str:
 def _first_difference(whole: Any, part: Any) -> Any:
     """Returns the first equation of `whole` whose counterpart is another primitive, None without such."""
     return next((a for a, b in zip(whole.eqns, part.eqns, strict=False) if a.primitive is not b.primitive), None)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Tells whether two constants are equal in shape and in every number."""
-    if a is b:
-        return True
-    try:
-        return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
-    except (TypeError, ValueError):
-        return False
-
-
-def differing_params(node: Node, allowed: frozenset[str]) -> list[str]:
-    """Returns the parameters of `node` whose values the two traces disagree on.
-
-    Left out are jaxprs, functions, and the parameters named in `allowed`."""
-    keys = []
-    for key, whole in node.whole.params.items():
-        part = node.part.params.get(key)
-        if key in allowed or whole is part or _compat.is_jaxpr(whole) or callable(whole):
-            continue
-        if isinstance(whole, tuple) and any(_compat.is_jaxpr(entry) or callable(entry) for entry in whole):
-            continue
-        try:
-            same = bool(whole == part)
-        except (TypeError, ValueError):
-            same = _same(whole, part)
-        if not same:
-            keys.append(key)
-    return keys
 
 
 def resized(node: Node, resize: Callable[[int, int], int]) -> Any:

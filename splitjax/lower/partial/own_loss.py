@@ -25,8 +25,8 @@ from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, 
 from splitjax.lower.products.interpret import evaluate_part
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.way import BoundaryCall, example_dim
+from splitjax.primitives.walk import Site
 from splitjax.trace.flatten import flatten
-from splitjax.trace.sites import Site
 
 # What draws random numbers: every worker would draw the same.
 _DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator", "rng_uniform"})

@@ -14,22 +14,18 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax import _compat
 from splitjax.cost.flow import used_axes
 from splitjax.errors import PartialError
-from splitjax.lower.boundary import boundary_of, is_boundary
+from splitjax.lower.boundary import boundary_of
 from splitjax.lower.partial.truncation import Truncation
-from splitjax.lower.products.interpret import holds_boundary
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import BackpropStages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
+from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.trace.graph import Graph
-from splitjax.trace.sites import Site, bodies, equation_at
-
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -232,7 +228,7 @@ def find_boundary(graph: Graph, jaxpr: Any, place: str) -> Site:
             place=place,
             remedy="name the arguments that hold examples in batch_argnums",
         )
-    sites = list(_sites(jaxpr, place))
+    sites = _sites(jaxpr, place)
     if len(sites) != 1:
         raise PartialError(
             f"the step takes {len(sites)} gradients, and depths are those of one",
@@ -248,21 +244,16 @@ def _num_examples(graph: Graph) -> int:
     return graph.num_examples
 
 
-def _sites(jaxpr: Any, place: str, prefix: Site = (), inside: str = "") -> list[Site]:
-    """Lists the boundaries of a jaxpr that stands at `prefix`; `inside` names the loop around it, if there is one."""
+def _sites(jaxpr: Any, place: str) -> list[Site]:
+    """Lists the boundaries of a step, none of which may stand in a loop."""
     sites: list[Site] = []
-    for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-        if is_boundary(eqn):
-            if inside:
-                raise PartialError(
-                    f"the step takes its gradient inside a {inside}, more than once a step",
-                    value=eqn.params["label"],
-                    place=place,
-                    remedy="decorate the loop's body, which takes it once",
-                )
-            sites.append((*prefix, index))
-        elif holds_boundary(eqn):
-            within = inside or ("" if eqn.primitive.name in _CALLS else eqn.primitive.name)
-            for number, body in enumerate(bodies(eqn)):
-                sites += _sites(body, place, (*prefix, index, number), within)
+    for visit in boundaries(jaxpr):
+        if visit.not_inline is not None:
+            raise PartialError(
+                f"the step takes its gradient inside a {visit.not_inline.primitive.name}, more than once a step",
+                value=visit.eqn.params["label"],
+                place=place,
+                remedy="decorate the loop's body, which takes it once",
+            )
+        sites.append(visit.site)
     return sites

@@ -27,7 +27,7 @@ from splitjax.lower.tables.table_sync import TableSync
 from splitjax.lower.tables.with_rows import WithRows
 from splitjax.lower.way import BoundaryCall, BoundaryWay, LoweredStep, Ways, Whole, example_dim
 from splitjax.partial.request import COUNT, LOCAL
-from splitjax.trace.sites import Site
+from splitjax.primitives.walk import Site
 
 MakeRunner = Callable[[Truncation], Runner[RunnableLoops]]
 # Prepares the part of a boundary that a temporal depth differentiates: its equation -> how it runs.

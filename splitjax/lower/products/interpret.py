@@ -22,14 +22,17 @@ from splitjax.lower.products.groups import Copies, MeshContext, evaluate_product
 from splitjax.lower.products.layout import SiteDecisions, StepLayout, named_sharding
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_transform import evaluate_transform
-from splitjax.lower.products.rebuilding import REBUILD, AnyJaxpr, remat
+from splitjax.lower.products.rebuilding import REBUILD
 from splitjax.lower.products.remedies import whole_inside
 from splitjax.lower.products.rewrites import rewritten
 from splitjax.lower.products.row_values import Rows
 from splitjax.lower.products.scatter import Summed
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
-from splitjax.trace.sites import Site, call_body
+from splitjax.primitives import interpreter
+from splitjax.primitives.calls import Kind, call_body, kind_of
+from splitjax.primitives.interpreter import AnyJaxpr, RunBody
+from splitjax.primitives.walk import Site, holds_boundary
 
 EvalForward = Callable[
     [AnyJaxpr, Sequence[Any]], list[Any]
@@ -60,7 +63,8 @@ def evaluate_equation(layout: StepLayout, eqn: Any, operands: Sequence[Any], sit
     `eqn` stands at `site`, and `operands` are its values; `copies` remembers gathered activations for the equations of
     the same forward. Returns the equation's results.
     """
-    return _placed(layout, eqn, list(operands), site, None, copies)
+    with _named(layout, site):
+        return _placed(layout, eqn, list(operands), site, None, copies)
 
 
 def evaluate(
@@ -105,21 +109,20 @@ def _run(
 ) -> list[Any]:
     """Evaluates a jaxpr whose equations stand behind `prefix`, or at `sites` behind it. `copies`: None outside of
     boundaries."""
-    inner, consts = _compat.open_jaxpr(jaxpr)
-    env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
-    env.update(zip(inner.invars, operands, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+    def handle(eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any]:
+        with _named(layout, site):
+            return _hooked(layout, eqn, values, site, hooks, copies)
 
-    for index, eqn in enumerate(inner.eqns):
-        with _compat.equation_context(eqn):
-            site = (*prefix, index) if sites is None else (*prefix, *sites[index])
-            layer = layout.names.get(site)
-            with contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer)):
-                results = _hooked(layout, eqn, [read(a) for a in eqn.invars], site, hooks, copies)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(a) for a in inner.outvars]
+    return interpreter.evaluate(jaxpr, operands, handle, prefix, sites)
+
+
+def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager under which a product carries the name of its layer into the compiled step, wherever it
+    is evaluated: reports and profiles know it again by that. The user's lines do not tell, as JAX traces some functions
+    once in a process and keeps the lines of the first call."""
+    layer = layout.names.get(site)
+    return contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer))
 
 
 def _hooked(
@@ -214,21 +217,11 @@ def _equation(
         if hooks is not None and hooks.boundary is not None:
             return hooks.boundary(eqn, values, site, forward)
         return expand(eqn.params, values, forward)
-    rebuild = REBUILD.get(eqn.primitive.name)
+    kind = kind_of(eqn)
+    rebuild = REBUILD.get(kind)
     if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
-        inner = dataclasses.replace(layout, rematerialised=True) if rebuild is remat else layout
+        inner = dataclasses.replace(layout, rematerialised=True) if kind is Kind.REMAT else layout
         return rebuild(
             lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values
         )
     return _compat.bind_equation(eqn, values)
-
-
-def holds_boundary(eqn: Any) -> bool:
-    """Returns whether a gradient boundary lies inside the call `eqn` (a step that scans over updates, say)."""
-    for value in eqn.params.values():
-        for body in value if isinstance(value, (tuple, list)) else (value,):
-            if _compat.is_jaxpr(body):
-                inner, _ = _compat.open_jaxpr(body)
-                if any(is_boundary(e) or holds_boundary(e) for e in inner.eqns):
-                    return True
-    return False

@@ -1,33 +1,30 @@
 """Rebuilds calls around bodies that are evaluated otherwise: scan as scan, remat as remat.
 
 An equation that is a call, its operands and an evaluator of its bodies come in; its results come out. `REBUILD` has a
-function for every call that can be rebuilt so; all others carry derivative rules beside their body, and are bound as
-they are.
+function for every kind of call that can be rebuilt so; all others carry derivative rules beside their body, and are
+bound as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from splitjax import _compat
+from splitjax.primitives.calls import Kind, call_body, scan_parts, while_parts
+from splitjax.primitives.interpreter import RunBody
 
-AnyJaxpr = _compat.ClosedJaxpr | _compat.Jaxpr  # a call holds a body of either kind
-# Evaluates a body of a call: (jaxpr, which of the call's bodies it is, operands) -> results.
-RunBody = Callable[[AnyJaxpr, int, Sequence[Any]], list[Any]]
 # Evaluates a call anew, with its bodies evaluated otherwise: (evaluator, equation, operands) -> results.
 Rebuild = Callable[[RunBody, Any, list[Any]], list[Any]]
 
 
-def _call(parameter: str) -> Rebuild:
+def _inline(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     """Rebuilds a call that only wraps a body, by evaluating the body in its place."""
-
-    def rebuild(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-        return run(eqn.params[parameter], 0, values)
-
-    return rebuild
+    body = call_body(eqn)
+    assert body is not None, f"{eqn.primitive.name}, which means its body, has none that takes its operands"
+    return run(body, 0, values)
 
 
 def remat(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
@@ -40,21 +37,16 @@ def remat(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _scan(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-    num_consts, num_carry = _compat.scan_counts(eqn.params)
-    consts, init, xs = (
-        values[:num_consts],
-        values[num_consts : num_consts + num_carry],
-        values[num_consts + num_carry :],
-    )
+    consts, init, xs = scan_parts(eqn, values)
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = run(eqn.params["jaxpr"], 0, [*consts, *carry, *x])
-        return results[:num_carry], results[num_carry:]
+        return results[: len(init)], results[len(init) :]
 
     carry, ys = jax.lax.scan(
         body,
-        list(init),
-        list(xs),
+        init,
+        xs,
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -63,8 +55,7 @@ def _scan(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _while(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
+    cond_consts, body_consts, init = while_parts(eqn, values)
     goes_on = lambda carry: run(eqn.params["cond_jaxpr"], 0, [*cond_consts, *carry])[0]
     body = lambda carry: run(eqn.params["body_jaxpr"], 1, [*body_consts, *carry])
     num_batched = len(_compat.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0].aval.shape)
@@ -76,10 +67,8 @@ def _while(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
         return [jax.lax.select(keep(old), new, old) for old, new in zip(carry, body(carry), strict=True)]
 
     if num_batched:
-        return list(
-            jax.lax.while_loop(lambda carry: goes_on(carry).any(), batched, list(values[num_cond + num_body :]))
-        )
-    return list(jax.lax.while_loop(goes_on, body, list(values[num_cond + num_body :])))
+        return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), batched, init))
+    return list(jax.lax.while_loop(goes_on, body, init))
 
 
 def _cond(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
@@ -89,15 +78,10 @@ def _cond(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
 
 
-REBUILD: Mapping[str, Rebuild] = {
-    "jit": _call("jaxpr"),
-    "pjit": _call("jaxpr"),
-    "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"),
-    "remat": remat,
-    "remat2": remat,
-    "checkpoint": remat,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+REBUILD: Mapping[Kind | None, Rebuild] = {
+    Kind.INLINE: _inline,
+    Kind.REMAT: remat,
+    Kind.SCAN: _scan,
+    Kind.WHILE: _while,
+    Kind.COND: _cond,
 }

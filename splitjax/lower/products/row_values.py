@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
+from splitjax.primitives.calls import call_body
 from splitjax.sync.local import set_rows, take_rows
 from splitjax.trace.row_update import ELEMENTWISE, NEUTRAL, REDUCTIONS, SHAPES
-from splitjax.trace.sites import call_body
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,23 +14,19 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import SyncError
-from splitjax.lower.boundary import is_boundary
-from splitjax.lower.products.interpret import holds_boundary
 from splitjax.lower.tables.lookups import ids_of
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import SyncRequest
 from splitjax.lower.tables.table_sync import IdCut, TableSync
 from splitjax.plan import LeafPlan, Plan, spec_axes
+from splitjax.primitives.calls import Kind, kind_of
+from splitjax.primitives.walk import boundaries, equation_at
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import Exchange, by_owners
 from splitjax.sync.owner import OwnerSharded
 from splitjax.sync.scheme import ByRows, Capacities, Scheme
 from splitjax.trace.graph import Graph, LookupTable, RowUpdate, itemsize
-from splitjax.trace.sites import call_body, equation_at
-
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-
 
 LAZY_HINT: str = "; lazy=True would leave these rows alone"
 
@@ -89,7 +85,7 @@ def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
         return f"{table.reason}{LAZY_HINT if table.lazy_update is not None else ''}"
     for depth in range(1, len(table.boundary), 2):
         around = equation_at(jaxpr, table.boundary[:depth])
-        if around.primitive.name not in _CALLS:
+        if kind_of(around) is not Kind.INLINE:
             return _inside(around)
     planned = [plan.leaves[index] for index in update.leaves]
     if (
@@ -116,12 +112,8 @@ def _inside(loop: Any) -> str:
 def gradient_in_loop(jaxpr: Any) -> str:
     """Names in words the first loop or condition of the step `jaxpr` that takes a gradient inside; empty without
     one."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        if is_boundary(eqn) or not holds_boundary(eqn):
-            continue
-        body = call_body(eqn)
-        return gradient_in_loop(body) if body is not None else _inside(eqn)
-    return ""
+    loop = next((visit.not_inline for visit in boundaries(jaxpr) if visit.not_inline is not None), None)
+    return "" if loop is None else _inside(loop)
 
 
 def _update(table: LookupTable, asked: ByRows) -> RowUpdate | None:

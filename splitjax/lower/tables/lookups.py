@@ -7,8 +7,8 @@ The boundary differentiates with respect to the deltas, which are zero or these 
 are further results. So the table's gradient comes out as (ids, cotangents), one row per lookup, and nothing of the
 table's size is made. Calls that a lookup stands in (jit, remat, scan) hand its delta in and its ids out.
 
-Equations keep their places, so that sites (`trace.sites`) mean the same in the edited forward: plans and layouts need
-not know.
+Equations keep their places, so that sites (`primitives.walk`) mean the same in the edited forward: plans and layouts
+need not know.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax.lower.microbatch.example_relation import Mixed
-from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, rule
-from splitjax.lower.microbatch.example_rules_mixing import gather_outcome
-from splitjax.trace.sites import Site, equation_at
+from splitjax.primitives.calls import Kind, bodies, kind_of, scan_parts
+from splitjax.primitives.walk import Site, equation_at
 
-PRIMITIVE: str = "splitjax_lookup"
+PRIMITIVE: str = "splitjax_lookup"  # the table of `primitives` knows it by this name
 
 
 def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any) -> list[Any]:
@@ -38,15 +36,6 @@ def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any
 lookup_p: _compat.Primitive = _compat.define_primitive(
     PRIMITIVE, _evaluate, lambda table, ids, delta, **params: ([delta], _compat.NO_EFFECTS)
 )
-
-
-@rule(PRIMITIVE)
-def _lookup(q: Question) -> RuleOutcome:
-    """Says where the examples of a lookup are: as for the gather; the delta holds them where the gathered rows do."""
-    outcome = gather_outcome(dataclasses.replace(q, infos=q.infos[:2]))
-    if outcome.infos[0].layout != q.infos[2].layout:
-        raise Mixed("its rows and what is added to them hold examples in different places")
-    return outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +149,9 @@ def _call(
 ) -> tuple[Any, list]:
     """Edits a call around lookups, and adds its deltas and ids to the caller's; `renamed` gets results that JAX hands
     straight through. Returns also the constants (variable, value) that the caller gets with it."""
-    rebuild, parameter = _CALLS[eqn.primitive.name]
     numbers = sorted(lookups.values())
-    body, types = _edit(eqn.params[parameter], lookups, given)
-    function, types = rebuild(eqn, body, types)
+    body, types = _edit(bodies(eqn)[0], lookups, given)
+    function, types = _REBUILD[kind_of(eqn)](eqn, body, types)
     variables = [v for v in eqn.invars if not isinstance(v, _compat.Literal)]
 
     def run(values: Sequence[Any], added: Sequence[Any]) -> list[Any]:
@@ -219,24 +207,19 @@ def _remat(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
 
 def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
     params = eqn.params
-    num_consts, num_carry = _compat.scan_counts(params)
 
     def run(values, deltas):
-        consts, init, xs = (
-            values[:num_consts],
-            values[num_consts : num_consts + num_carry],
-            values[num_consts + num_carry :],
-        )
+        consts, init, xs = scan_parts(eqn, values)
 
         def iteration(carry, slices):
             x, delta = slices
             results = _compat.eval_jaxpr(body, (), *consts, *carry, *x, *delta)
-            return results[:num_carry], results[num_carry:]
+            return results[: len(init)], results[len(init) :]
 
         carry, stacked = jax.lax.scan(
             iteration,
-            list(init),
-            (list(xs), list(deltas)),
+            init,
+            (xs, list(deltas)),
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
@@ -249,16 +232,7 @@ def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
     ]
 
 
-_CALLS: dict[str, tuple[Callable, str]] = {
-    "jit": (_jit, "jaxpr"),
-    "pjit": (_jit, "jaxpr"),
-    "closed_call": (_jit, "call_jaxpr"),
-    "core_call": (_jit, "call_jaxpr"),
-    "remat": (_remat, "jaxpr"),
-    "remat2": (_remat, "jaxpr"),
-    "checkpoint": (_remat, "jaxpr"),
-    "scan": (_scan, "jaxpr"),
-}
+_REBUILD: dict[Kind | None, Callable] = {Kind.INLINE: _jit, Kind.REMAT: _remat, Kind.SCAN: _scan}
 
 
 def rows_of(lookup: EditedLookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:

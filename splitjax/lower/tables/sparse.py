@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.lower.boundary import is_boundary
-from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate, holds_boundary
+from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
 from splitjax.lower.tables.collective_order import CollectiveOrder
@@ -26,6 +26,7 @@ from splitjax.lower.tables.sparse_step import SparseStep, TableEdit
 from splitjax.lower.tables.table_rows import Exchanged, exchange
 from splitjax.lower.tables.table_sync import TableSync
 from splitjax.lower.way import Ways, hook_of
+from splitjax.primitives.walk import holds_boundary
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,8 +14,8 @@ from splitjax.errors import Refusal
 from splitjax.lower.boundary import Twin
 from splitjax.lower.tables.lookups import Edited, edit_boundary
 from splitjax.lower.tables.table_sync import TableSync
+from splitjax.primitives.walk import Site, equation_at
 from splitjax.trace.graph import Graph, LookupTable
-from splitjax.trace.sites import Site, equation_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,10 +19,9 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.lower.products.exchange import EXAMPLES, SWAP, Exchange
-from splitjax.trace.sites import Site
-
-# Calls without a meaning of their own, and the parameter with their body.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+from splitjax.primitives.calls import inline_body
+from splitjax.primitives.interpreter import fold
+from splitjax.primitives.walk import Site
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,32 +129,26 @@ def flatten_calls(closed: Any) -> FlatForward:
     eqns: list[Any] = []
     sites: list[Site] = []
 
-    def walk(jaxpr: Any, names: dict[Any, Any], prefix: Site, fresh: bool) -> None:
-        for index, eqn in enumerate(jaxpr.eqns):
-            invars = [v if isinstance(v, _compat.Literal) else names.get(v, v) for v in eqn.invars]
-            body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-            if _compat.is_jaxpr(body):
-                called, held = _compat.open_jaxpr(body)
-                inside = dict(zip(called.invars, invars, strict=True))
-                for v, value in zip(called.constvars, held, strict=True):
-                    inside[v] = _compat.new_variable(v)
-                    consts.append((inside[v], value))
-                walk(called, inside, (*prefix, index, 0), True)
-                names.update(
-                    (v, o if isinstance(o, _compat.Literal) else inside[o])
-                    for v, o in zip(eqn.outvars, called.outvars, strict=True)
-                )
-                continue
-            outvars = list(eqn.outvars)
-            if fresh:  # one jaxpr may be called several times
-                outvars = [v if isinstance(v, _compat.DropVar) else _compat.new_variable(v) for v in outvars]
-                names.update(zip(eqn.outvars, outvars, strict=True))
-            eqns.append(eqn.replace(invars=invars, outvars=outvars))
-            sites.append((*prefix, index))
+    def inline(jaxpr: Any, invars: Sequence[Any], constvars: Sequence[Any], prefix: Site) -> list[Any]:
+        """Adds the equations of a jaxpr over the variables `invars`; returns the variables of its results."""
 
-    names: dict[Any, Any] = {}
-    walk(inner, names, (), False)
-    outvars = [v if isinstance(v, _compat.Literal) else names.get(v, v) for v in inner.outvars]
+        def equation(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            body = inline_body(eqn)
+            if body is not None:
+                called, held = _compat.open_jaxpr(body)
+                fresh = [_compat.new_variable(v) for v in called.constvars]
+                consts.extend(zip(fresh, held, strict=True))
+                return inline(body, operands, fresh, (*prefix, index, 0))
+            outvars = list(eqn.outvars)
+            if prefix:  # one jaxpr may be called several times
+                outvars = [v if isinstance(v, _compat.DropVar) else _compat.new_variable(v) for v in outvars]
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+            sites.append((*prefix, index))
+            return outvars
+
+        return fold(jaxpr, invars, equation, lambda literal: literal, constvars)
+
+    outvars = inline(closed, inner.invars, inner.constvars, ())
     return FlatForward(closed, tuple(inner.invars), tuple(outvars), tuple(eqns), tuple(sites), tuple(consts))
 
 

@@ -19,7 +19,7 @@ from splitjax.lower.microbatch.microbatched import whole_axes
 from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.turns.turns import Mode, TurnedBoundary, evaluate_turns, take_turns
 from splitjax.lower.way import BoundaryCall, LoweredStep
-from splitjax.trace.sites import Site, equation_at
+from splitjax.primitives.walk import Site, equation_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,7 +24,6 @@ from splitjax import _compat
 from splitjax.errors import Refusal
 from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
@@ -35,7 +34,8 @@ from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
-from splitjax.trace.sites import Site
+from splitjax.primitives.example_relation import ExampleDim
+from splitjax.primitives.walk import Site
 
 
 @dataclasses.dataclass(frozen=True)

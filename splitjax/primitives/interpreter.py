@@ -1,0 +1,84 @@
+"""Evaluates jaxprs equation by equation: one loop, and handlers that say what an equation becomes.
+
+A jaxpr, its operands and a handler go in, its results come out. `fold` is the loop alone, over values of any kind
+(numbers of values, variables, arrays). `evaluate` is the loop over arrays: every equation is under its own source line
+and names, and what the handler leaves alone is bound as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from splitjax import _compat
+from splitjax.primitives.walk import Site
+
+AnyJaxpr = _compat.ClosedJaxpr | _compat.Jaxpr  # a call holds a body of either kind
+# Evaluates a body of an equation as the jaxpr around it is evaluated: (jaxpr, which of the equation's bodies it is,
+# operands) -> results.
+RunBody = Callable[[AnyJaxpr, int, Sequence[Any]], list[Any]]
+# Evaluates an equation: (equation, operands, site, evaluator of its bodies) -> results; None: it is bound as it is, on
+# the list of operands, which the handler may have changed.
+Handler = Callable[[Any, list[Any], Site, RunBody], Sequence[Any] | None]
+
+
+def fold(
+    jaxpr: AnyJaxpr,
+    operands: Sequence[Any],
+    equation: Callable[[int, Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any],
+    constants: Sequence[Any],
+) -> list[Any]:
+    """Runs through the equations of `jaxpr` in order, and returns what its results become.
+
+    **Arguments:**
+
+    - `operands`: what its inputs become.
+    - `equation(index, eqn, values) -> results`: what the results of an equation become, given its operands'.
+    - `literal`: what a literal becomes.
+    - `constants`: what its constvars become.
+    """
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    env: dict[Any, Any] = dict(zip(inner.constvars, constants, strict=True))
+    env.update(zip(inner.invars, operands, strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, _compat.Literal) else env[atom]
+
+    for index, eqn in enumerate(inner.eqns):
+        env.update(zip(eqn.outvars, equation(index, eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in inner.outvars]
+
+
+def evaluate(
+    jaxpr: AnyJaxpr,
+    operands: Sequence[Any],
+    handler: Handler,
+    site: Site = (),
+    sites: Sequence[Site] | None = None,
+    literal: Callable[[Any], Any] = lambda atom: atom.val,
+    constants: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Evaluates `jaxpr` on arrays or tracers, and returns its flat results.
+
+    **Arguments:**
+
+    - `operands`: its flat operands.
+    - `handler`: evaluates equations, as far as it wants to.
+    - `site`: where the jaxpr stands; the sites that the handler is given begin with it.
+    - `sites`: of the equations behind `site`; None: they are numbered from 0.
+    - `literal`: gives the value of a literal; by default the number that stands in the program.
+    - `constants`: the values of its constvars; None: those that it holds.
+    """
+
+    def equation(index: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        here = (*site, index) if sites is None else (*site, *sites[index])
+
+        def run(body: AnyJaxpr, number: int, inner: Sequence[Any]) -> list[Any]:
+            return evaluate(body, inner, handler, (*here, number), literal=literal)
+
+        with _compat.equation_context(eqn):
+            results = handler(eqn, values, here, run)
+            return _compat.bind_equation(eqn, values) if results is None else results
+
+    return fold(jaxpr, operands, equation, literal, _compat.open_jaxpr(jaxpr)[1] if constants is None else constants)

@@ -1,0 +1,109 @@
+"""Walks nested jaxprs: every equation once, in program order, with the calls and loops around it.
+
+A jaxpr goes in; visits come out, or the equation at a site. A `site` names an equation by indices from the outermost
+jaxpr inwards: `(12, 0, 3)` is the fourth equation of the first sub-jaxpr of the thirteenth equation. The walk that
+makes the flat operations of a step (`trace.flatten`) and the rooms that edit or evaluate it number the same jaxprs so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from splitjax import _compat
+from splitjax.primitives.calls import Kind, bodies, kind_of, num_trips
+
+Site = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Visit:
+    """Says where a walk stands.
+
+    - `site`, `eqn`: the equation, and its site.
+    - `around`: the equations that hold it, outermost first.
+    - `trips`: how often it runs per run of the outermost jaxpr: the lengths of the scans around it, multiplied.
+    - `is_conditional`: whether it may not run at all: it stands in a branch, or in a loop that ends when it wants to.
+    - `in_boundary`: whether it belongs to the forward computation of a gradient boundary.
+    """
+
+    site: Site
+    eqn: Any
+    around: tuple[Any, ...] = ()
+    trips: int = 1
+    is_conditional: bool = False
+    in_boundary: bool = False
+
+    @property
+    def not_inline(self) -> Any | None:
+        """The outermost equation around it that is more than an inlined call: a loop, a branch, a rematerialised call;
+        None where it runs exactly as if it stood in the outermost jaxpr."""
+        return next((eqn for eqn in self.around if kind_of(eqn) is not Kind.INLINE), None)
+
+
+def walk(jaxpr: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
+    """Yields a visit for every equation of `jaxpr` in program order, an equation before those that it holds.
+
+    **Arguments:**
+
+    - `jaxpr`: open or closed.
+    - `enter`: tells of a visit whether to go into the jaxprs that its equation holds; by default into all.
+    """
+    yield from _walk(jaxpr, Visit((), None), enter)
+
+
+def walk_inside(eqn: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
+    """Yields a visit for every equation that `eqn` holds, as `walk` does; sites begin with the number of its body."""
+    yield from _inside(Visit((), eqn), enter)
+
+
+def _walk(jaxpr: Any, outer: Visit, enter: Callable[[Visit], bool]) -> Iterator[Visit]:
+    for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+        visit = Visit((*outer.site, index), eqn, outer.around, outer.trips, outer.is_conditional, outer.in_boundary)
+        yield visit
+        if enter(visit):
+            yield from _inside(visit, enter)
+
+
+def _inside(visit: Visit, enter: Callable[[Visit], bool]) -> Iterator[Visit]:
+    inner = bodies(visit.eqn)
+    if not inner:
+        return
+    kind, trips = kind_of(visit.eqn), num_trips(visit.eqn)
+    for number, body in enumerate(inner):
+        around = Visit(
+            (*visit.site, number),
+            None,
+            (*visit.around, visit.eqn),
+            visit.trips * (1 if trips is None else trips),
+            visit.is_conditional or kind is Kind.COND or trips is None,
+            visit.in_boundary or kind is Kind.BOUNDARY,
+        )
+        yield from _walk(body, around, enter)
+
+
+def boundaries(jaxpr: Any) -> Iterator[Visit]:
+    """Yields the visits of the gradient boundaries of `jaxpr`, without those in the forward of another."""
+    return (visit for visit in walk(jaxpr, enter=_is_no_boundary) if kind_of(visit.eqn) is Kind.BOUNDARY)
+
+
+def holds_boundary(eqn: Any) -> bool:
+    """Returns whether a gradient boundary lies inside the call `eqn` (a step that scans over updates, say)."""
+    return any(kind_of(visit.eqn) is Kind.BOUNDARY for visit in walk_inside(eqn, enter=_is_no_boundary))
+
+
+def _is_no_boundary(visit: Visit) -> bool:
+    return kind_of(visit.eqn) is not Kind.BOUNDARY
+
+
+def equation_at(jaxpr: Any, site: Site) -> Any:
+    """Returns the equation of `jaxpr` at `site`, or None where the jaxpr has no such equation."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    if not site or site[0] >= len(inner.eqns):
+        return None
+    eqn = inner.eqns[site[0]]
+    if len(site) == 1:
+        return eqn
+    inner_jaxprs = bodies(eqn)
+    return equation_at(inner_jaxprs[site[1]], site[2:]) if site[1] < len(inner_jaxprs) else None
