@@ -65,6 +65,7 @@ class RowAction(enum.Enum):
 
     APART = "each row of its result is made of the same row of its operands"
     ARRANGES = "it changes shapes, and leaves rows where they are if `RowFacts.keeps` says so"
+    WHOLE = "it takes its operands whole, or moves or mixes their rows"
     REDUCES = "it reduces dims: rows apart where it keeps the leading one, a total over the rows where it does not"
 
 
