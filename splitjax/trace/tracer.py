@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax.primitives.operation import Linearity
+from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import OPERATIONS, qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
@@ -259,8 +259,11 @@ def _unknown(flat: FlatStep, index: int, classes: Classes) -> Unknown:
 
 def _needs_no_operands(op: Op) -> bool:
     """Tells whether a backward pass needs no copy of an operation's operands: it is linear in all of them together."""
-    linear = OPERATIONS.of(op.primitive, op.params).linear
-    return linear is not None and linear.how is Linearity.TOGETHER and linear.operands is None
+    operation = OPERATIONS.of(op.primitive, op.params)
+    linear = operation.linear
+    if linear is None or operation.has(Trait.COUNTED):
+        return False
+    return linear.how is Linearity.TOGETHER and linear.operands is None
 
 
 def _activation_bytes(flat: FlatStep, flow: ValueFacts) -> int:

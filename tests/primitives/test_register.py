@@ -115,6 +115,28 @@ def test_microbatches_beside_split_layers(taught):
     same_numbers(run(splitjax.parallelize(step, mesh=MODEL, rules="splitbrain")), run(jax.jit(make_step())))
 
 
+@pytest.mark.parametrize("group_comm", ["gather", "turns", "modulo"])
+def test_dims_are_enough_for_group_communication(group_comm, taught):
+    """Examples cross from replicated layers, one of which is the product, into split ones."""
+    draw = np.random.default_rng(3).normal
+    shapes = {"conv": (3, 4, 8), "own": (64, 64), "mid": (64, 32), "out": (32, 8)}
+    start = {name: jnp.asarray(draw(size=shape) / 8) for name, shape in shapes.items()}
+    examples = {"x": jnp.asarray(draw(size=(32, 8, 4))), "y": jnp.asarray(draw(size=(32, 8)))}
+
+    def loss(p, b):
+        x = jax.lax.conv_general_dilated(b["x"], p["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        x = wave_p.bind(product_p.bind(x.reshape(x.shape[0], -1), p["own"]))
+        x = normalise_p.bind(jnp.tanh(x @ p["mid"]))
+        return ((x @ p["out"] - b["y"]) ** 2).sum(-1).mean()
+
+    def step(p, b):
+        value, gradient = splitjax.value_and_grad(loss)(p, b)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradient), value
+
+    parallel = splitjax.parallelize(step, mesh=MODEL, rules="splitbrain", group_comm=group_comm, donate=False)
+    same_numbers(parallel(start, examples), jax.jit(step)(start, examples))
+
+
 def _total_step(microbatches=None):
     def loss(p, b):
         return (total_p.bind(b["x"] @ p["a"]) * jnp.arange(HIDDEN)).sum() / NUM_EXAMPLES
