@@ -25,11 +25,10 @@ from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, 
 from splitjax.lower.products.interpret import evaluate_part
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.way import BoundaryCall, example_dim
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
 from splitjax.trace.flatten import flatten
-
-# What draws random numbers: every worker would draw the same.
-_DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator", "rng_uniform"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -257,7 +256,8 @@ def own_loss(eqn: Any, twin: Any, axes: tuple[str, ...], batch_axes: tuple[str, 
         example_dim(a.aval.shape, b.aval.shape)
         for a, b in zip(eqn.outvars[1 : 1 + num_aux], twin.outvars[1 : 1 + num_aux], strict=True)
     )
-    draws = sorted({op.primitive for op in flatten(local.forward).ops} & _DRAWS)
+    # Every worker would draw the same.
+    draws = sorted({op.primitive for op in flatten(local.forward).ops} & OPERATIONS.with_trait(Trait.DRAWS))
     if draws:
         return Refusal(
             f"{boundary.label}: the loss mixes examples and draws random numbers ({draws[0]}), of which every worker"
