@@ -35,6 +35,17 @@ def all_to_all_bytes(num_devices: int, local_bytes: int) -> int:
     return _share(num_devices - 1, local_bytes, num_devices)
 
 
+def carried_bytes(op: str, num_devices: int, sent_bytes: int) -> float:
+    """Returns the bytes of the array behind what a device sends, by the formulas above: 0 for a single device.
+
+    `op`: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`, over `num_devices`. `sent_bytes`: by a device.
+    """
+    if num_devices < 2:
+        return 0.0
+    share = (num_devices - 1) / num_devices
+    return sent_bytes / (2 * share if op == "all_reduce" else share)
+
+
 def _share(parts: int, num_bytes: int, num_devices: int) -> int:
     """Returns `parts` blocks of 1/n of `num_bytes`, rounded up."""
     return -(-parts * num_bytes // num_devices)

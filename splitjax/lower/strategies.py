@@ -231,6 +231,7 @@ def _islands(
         {},
         frozenset(),
         manual=(*manual, *group),
+        names=layout.names,
         convolutions=layout.convolutions,
         transforms=layout.transforms,
         rewritten=layout.rewritten,

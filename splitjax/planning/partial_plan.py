@@ -26,7 +26,8 @@ def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPl
     sent: dict[str, tuple[float, float]] = {}  # parameter -> bytes that are summed, bytes that are handed on
     sums = [collective for collective in plan.collectives if gradient_of(collective)]
     whole_bytes = {gradient_of(collective): collective.bytes for collective in sums}
-    wider = {gradient_of(collective) for collective in sums if collective.axis != axis}
+    # The workers' axes at once, even where the plan sums over some of them onto parts, and the parts over the rest.
+    wider = {gradient_of(collective) for collective in sums if not set(collective.axis.split("+")) <= set(step.axes)}
     segments = []
     for number, segment in enumerate(depths.segments):
         count = len(depths.contributors(number))
@@ -97,7 +98,7 @@ def _collectives(
 ) -> tuple[Collective, ...]:
     """Returns the plan's collectives: the exchanges of gradients with what they send on average (`sent`: by parameter,
     the bytes that are summed and those that are handed on), all others as they are."""
-    collectives = []
+    collectives, exchanged = [], set[str]()
     for collective in plan.collectives:
         param, why = gradient_of(collective), collective.why
         if param not in sent:
@@ -106,9 +107,14 @@ def _collectives(
                 collectives.append(collective)
             continue
         summed, handed = sent[param]
+        within = set(collective.axis.split("+")) <= set(step.axes)
+        if within and not step.is_temporal:
+            if param in exchanged:  # a further part of a sum over the workers, which is one exchange
+                continue
+            exchanged.add(param)
+            collective = dataclasses.replace(collective, op="all_reduce", axis=axis)
         if round(summed):
-            op = collective.op if step.is_temporal or collective.axis != axis else "all_reduce"
-            collectives.append(dataclasses.replace(collective, op=op, bytes=round(summed)))
+            collectives.append(dataclasses.replace(collective, bytes=round(summed)))
         if round(handed):
             handed_on = f"{why}, handed to workers that did not compute it"
             collectives.append(Collective(HANDED, axis, round(handed), collective.layer, handed_on))

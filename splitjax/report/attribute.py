@@ -36,7 +36,8 @@ class ReportedCollective:
     - `rule`: the sharding rule that decided the layer's weight; empty without a layer.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: what the layer is known by.
     - `planned`: the planned collective that it realises; None where the plan has none.
-    - `differs`: how it differs from the planned collective, in words; empty where it does not.
+    - `also`: further planned collectives that it realises: sums of gradients that XLA joined into a single one.
+    - `differs`: how it differs from the planned ones, in words; empty where it does not.
     - `source`: the user's `file:line (function)` of the operation that it serves, or, where XLA has none, of an
       operation nearby.
     """
@@ -50,6 +51,12 @@ class ReportedCollective:
     planned: Collective | None = None
     differs: str = ""
     source: str = ""
+    also: tuple[Collective, ...] = ()
+
+    @property
+    def realised(self) -> tuple[Collective, ...]:
+        """Returns the planned collectives that it realises: none, `planned`, or `planned` and `also`."""
+        return () if self.planned is None else (self.planned, *self.also)
 
     @property
     def op(self) -> str:
@@ -69,7 +76,7 @@ class ReportedCollective:
     @property
     def predicted_bytes(self) -> int:
         """Returns the bytes that each device sends for it per step by the plan; 0 where it was not planned."""
-        return self.planned.bytes if self.planned is not None else 0
+        return sum(planned.bytes for planned in self.realised)
 
     @property
     def is_attributed(self) -> bool:
@@ -103,7 +110,8 @@ def attribute(
         return (), plan.collectives
     paired, missing = pair([evidence for evidence, _, _ in known], step)
     return tuple(
-        _reported(evidence, flow, step, planned) for (evidence, flow, step), planned in zip(known, paired, strict=True)
+        _reported(evidence, flow, step, realised)
+        for (evidence, flow, step), realised in zip(known, paired, strict=True)
     ), missing
 
 
@@ -116,19 +124,20 @@ def _counted(evidence: Evidence) -> Evidence:
     )
 
 
-def _reported(evidence: Evidence, flow: Dataflow, step: Step, planned: Collective | None) -> ReportedCollective:
-    """Puts a compiled collective beside `planned`, the planned one that it realises."""
-    layer = planned.layer if planned is not None else evidence.layer
+def _reported(evidence: Evidence, flow: Dataflow, step: Step, realised: Sequence[Collective]) -> ReportedCollective:
+    """Puts a compiled collective beside `realised`, the planned ones that it realises."""
+    layer = realised[0].layer if realised else evidence.layer
     return ReportedCollective(
         evidence.collective,
         layer,
         evidence.phase,
-        cause_of(evidence, flow, step) if planned is None else planned.why,
+        "; ".join(dict.fromkeys(planned.why for planned in realised)) or cause_of(evidence, flow, step),
         rule=next((layer_plan.rule for layer_plan in step.plan.layers if layer_plan.name == layer), ""),
         known_by=evidence.known_by,
-        planned=planned,
-        differs="" if planned is None else difference(evidence, planned),
+        planned=realised[0] if realised else None,
+        differs=difference(evidence, realised) if realised else "",
         source=evidence.frames[0] if evidence.frames else _line_nearby(evidence, flow),
+        also=tuple(realised[1:]),
     )
 
 

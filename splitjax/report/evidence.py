@@ -35,7 +35,8 @@ GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = (
 )
 ROWS, FALLBACK = "rows", "fallback"
 SUMMED, HANDED = "summed", "handed"
-_SCOPE = re.compile(r"splitjax:(?:enter|product|stored):([^/()]+)")
+_SCOPE = re.compile(r"splitjax:(?:enter|product|stored|layer):([^/()]+)")
+_ENTERS = re.compile(r"splitjax:enter:[^/()]+")  # an exchange of activations or their cotangents, written out
 _ROWS = re.compile(r"splitjax:(rows|fallback|summed|handed):([^/()]+)")
 _AGAIN = "splitjax:again"  # see `sync.owner`
 _STORED = re.compile(r"splitjax:stored:([^/()]+)")
@@ -69,6 +70,9 @@ class Evidence:
     - `layer`: empty where unknown.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: how the layer is known; empty where it is not.
     - `node`: its place in the dataflow; None where the module has no such instruction.
+    - `shared_by`: the paths of parameters whose gradients a value may hold together: those of a recurrent cell's gates,
+      which are computed as one product, or of biases that get the same gradient, which XLA sums once. Empty for
+      anything but a sum that leads to several parameters alike.
     """
 
     collective: CompiledCollective
@@ -80,6 +84,7 @@ class Evidence:
     layer: str
     known_by: str
     node: Node | None
+    shared_by: tuple[str, ...] = ()
 
 
 class Step:
@@ -98,6 +103,7 @@ class Step:
     - `roles`: path of a leaf -> its role: `param`, `optimizer`, `statistic`, `batch`, `input`, ...
     - `follows`: path of a leaf of the optimizer -> the parameter that it belongs to.
     - `layers`: path of a leaf -> its layer.
+    - `part_bytes`, `whole_bytes`: path of a leaf -> the bytes of the part that a device has of it, and of all of it.
     - `kinds`: layer -> its kind.
     - `order`: layer -> its position in the program.
     """
@@ -110,6 +116,8 @@ class Step:
         self.follows: dict[str, str] = {leaf.path: leaf.follows for leaf in graph.leaves if leaf.follows}
         self.layers: dict[str, str] = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
         self.layers |= {path: layer.name for layer in plan.layers for path in layer.params}
+        self.part_bytes: dict[str, int] = {leaf.path: leaf.bytes_per_device for leaf in plan.leaves}
+        self.whole_bytes: dict[str, int] = {leaf.path: leaf.whole_bytes(plan.mesh) for leaf in plan.leaves}
         self.kinds: dict[str, str] = {layer.name: layer.kind for layer in plan.layers}
         self.order: dict[str, int] = {layer.name: position for position, layer in enumerate(plan.layers)}
         self._named: dict[str, tuple[str, bool]] = {}
@@ -166,9 +174,9 @@ class Step:
         return self._named[op_name]
 
     def _name(self, op_name: str) -> tuple[str, bool]:
-        scope = _SCOPE.search(op_name)
-        if scope and scope.group(1) in self._scopes:
-            return self._scopes[scope.group(1)], True
+        scopes = [scope for scope in _SCOPE.findall(op_name) if scope in self._scopes]
+        if scopes:  # the innermost
+            return self._scopes[scopes[-1]], True
         parts = tuple(part for part in name_parts(op_name) if part != "~")
         fits = [path for path in self._paths if _within(path, parts)]
         if fits:
@@ -224,16 +232,19 @@ def gather_evidence(collective: CompiledCollective, flow: Dataflow, step: Step) 
     if rows := _ROWS.search(collective.op_name):
         leaf = step.dotted(rows.group(2))
         about = FALLBACK if _AGAIN in collective.op_name else rows.group(1)
-        return Evidence(
-            collective, BACKWARD, about, leaf, collective.op_name, collective.frames, step.layer_of(leaf), "scope", node
-        )
+        shared_by = _sharing(collective, node, flow, step) if node is not None and about == SUMMED else ()
+        name, layer = collective.op_name, step.layer_of(leaf)
+        return Evidence(collective, BACKWARD, about, leaf, name, collective.frames, layer, "scope", node, shared_by)
     op_name, frames = _served(collective, node, flow)
     phase = _phase(op_name, step)
     about, leaf = _subject(collective, node, phase, flow, step) if node is not None else (VALUE, "")
+    shared_by = _sharing(collective, node, flow, step) if node is not None and phase != FORWARD else ()
+    if shared_by:
+        about, leaf = VALUE, ""
     layer, known_by = step.layer_of(leaf) if leaf else "", "dataflow"
     if not layer:
         layer, known_by = _layer(collective, op_name, frames, node, flow, step)
-    return Evidence(collective, phase, about, leaf, op_name, frames, layer, known_by if layer else "", node)
+    return Evidence(collective, phase, about, leaf, op_name, frames, layer, known_by if layer else "", node, shared_by)
 
 
 def _served(collective: CompiledCollective, node: Node | None, flow: Dataflow) -> tuple[str, tuple[str, ...]]:
@@ -288,6 +299,8 @@ def _phase(op_name: str, step: Step) -> str:
 
 def _subject(collective: CompiledCollective, node: Node, phase: str, flow: Dataflow, step: Step) -> tuple[str, str]:
     """Returns (about, leaf) from the dataflow."""
+    if _ENTERS.search(collective.op_name):  # also where all that follows is the parameter that was looked up
+        return VALUE, ""
     if collective.op not in _SUMS:
         if weight := step.stored(collective.op_name):
             return WEIGHT, weight
@@ -307,7 +320,36 @@ def _subject(collective: CompiledCollective, node: Node, phase: str, flow: Dataf
         leaf = _nearest_state((node,), flow, step, ("statistic",), backward=False) if collective.op in _SUMS else ""
         return (STATISTIC, leaf) if leaf else (VALUE, "")
     leaf = _nearest_state((node,), flow, step, ("param", "optimizer"), backward=False)
+    sizes = (step.part_bytes.get(step.follows.get(leaf, leaf)), step.whole_bytes.get(step.follows.get(leaf, leaf)))
+    layer, is_layer = step.named(collective.op_name)
+    # The cotangent of an activation to which a parameter was added leads to that one, too: it is of another layer's
+    # product, and of another size.
+    if collective.op in _SUMS and is_layer and layer != step.layer_of(leaf) and collective.local_bytes not in sizes:
+        return VALUE, ""
     return (GRADIENT if collective.op in _SUMS else MOVED, step.follows.get(leaf, leaf)) if leaf else (VALUE, "")
+
+
+def _sharing(collective: CompiledCollective, node: Node, flow: Dataflow, step: Step) -> tuple[str, ...]:
+    """Returns the parameters whose gradients a sum holds together, nearest first; none where it is no sum of an array,
+    or is of a single parameter.
+
+    Side by side, the parts that a device
+    has of several are as large as the sum: those of gates lie at several distances where some of them still have to be
+    moved. The same gradient for several parameters is as large as the part of each, and leads to all of them alike.
+    """
+    if collective.op not in _SUMS or not collective.shape or _ENTERS.search(collective.op_name):
+        return ()
+    size, reached = collective.local_bytes, list[str]()
+    for _, leaves in _leaves_by_distance((node,), flow, step, ("param", "optimizer"), backward=False):
+        is_nearest = not reached
+        reached += sorted({step.follows.get(leaf, leaf) for leaf in leaves} - set(reached))
+        parts = [step.part_bytes.get(owner, 0) for owner in reached]
+        same = is_nearest and set(parts) == {size}
+        if len(reached) > 1 and (same or sum(parts) == size):
+            return tuple(reached)
+        if sum(parts) >= size:
+            break
+    return ()
 
 
 def _is_result(node: Node, flow: Dataflow) -> bool:
@@ -319,6 +361,18 @@ def _is_result(node: Node, flow: Dataflow) -> bool:
 def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Sequence[str], *, backward: bool) -> str:
     """Returns the state leaf of these roles that values meet element by element, in the fewest operations: the old
     value beside an update. Empty for none, or for several parameters at the same distance."""
+    _, leaves = next(_leaves_by_distance(start, flow, step, roles, backward=backward), (0, set[str]()))
+    owners = {step.follows.get(leaf, leaf) for leaf in leaves}
+    if len(owners) != 1:
+        return ""
+    return min(leaves, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(leaves)
+
+
+def _leaves_by_distance(
+    start: Iterable[Node], flow: Dataflow, step: Step, roles: Sequence[str], *, backward: bool
+) -> Iterator[tuple[int, set[str]]]:
+    """Yields (number of operations, leaves): the state leaves of these roles that values meet element by element,
+    nearest first."""
     start = tuple(start)
 
     def plain(node: Node) -> bool:
@@ -331,10 +385,12 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
             return list(flow.sources(node)) if plain(node) else []
         return [user for user in flow.users(node) if plain(user)]
 
-    best, leaves = None, set()
+    reached, leaves = 0, set[str]()
     for distance, node in flow.walk(start, onward):
-        if best is not None and distance > best:
-            break
+        if distance > reached and leaves:
+            yield reached, leaves
+            leaves = set()
+        reached = distance
         if (
             flow.opcode(node) in MOVES
             or not plain(node)
@@ -345,12 +401,9 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
         for source in flow.sources(node):
             leaf = step.leaf(flow.scaled_origin(source))
             if leaf is not None and step.roles.get(leaf) in roles:
-                best = distance
                 leaves.add(leaf)
-    owners = {step.follows.get(leaf, leaf) for leaf in leaves}
-    if len(owners) != 1:
-        return ""
-    return min(leaves, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(leaves)
+    if leaves:
+        yield reached, leaves
 
 
 def _layer(

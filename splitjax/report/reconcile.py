@@ -5,7 +5,8 @@ The evidence of a step's compiled collectives and the step's plan go in. Gradien
 paired by the leaf that they are of, however XLA realises them (an all-reduce where a reduce-scatter was planned).
 Activations are paired by layer and phase of the step; where XLA names the operation of a neighbouring layer, by size.
 Each planned collective is realised at most once, by one compiled collective or by several that add up to it: each then
-stands beside its part of the planned bytes.
+stands beside its part of the planned bytes. A compiled collective may realise several sums of gradients
+(`report.shared_sums`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from splitjax.mesh import MeshShape
+from splitjax.cost.ring import carried_bytes
 from splitjax.plan import Collective, PartialPlan
 from splitjax.report.evidence import (
     BACKWARD,
@@ -34,9 +35,12 @@ from splitjax.report.evidence import (
     Step,
     primitive,
 )
+from splitjax.report.shared_sums import Sums, further_axes, summed_together
 
 _GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
-_HANDED = re.compile(r"gradient of (.+), handed to workers that did not compute it")
+_HANDED = re.compile(
+    r"gradient of (.+?)(?:, onto its split optimizer state)?, handed to workers that did not compute it"
+)
 _GROUPS = re.compile(r"gradient of (.+), its groups put together")
 _STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
 _ROWS = re.compile(r"rows of the gradient of (.+), by \w+")
@@ -91,7 +95,7 @@ def purpose(planned: Collective) -> Purpose:
     return Purpose(VALUE, BACKWARD if planned.why.startswith("backward") else FORWARD, "")
 
 
-def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | None, ...], tuple[Collective, ...]]:
+def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[tuple[Collective, ...], ...], tuple[Collective, ...]]:
     """Pairs the compiled collectives of a step with the plan's.
 
     **Arguments:**
@@ -99,8 +103,8 @@ def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | N
     - `evidence`: what is known of each compiled collective.
     - `step`: the step, with its plan.
 
-    Returns, for each compiled collective, the planned one that it realises, or None; and the planned ones that none
-    realises.
+    Returns, for each compiled collective, the planned ones that it realises, as a rule one or none; and the planned
+    ones that none realises.
 
     Branches of which a step takes only one are whole programs each: each is compared with the plan by itself, and what
     realises a planned collective in some of them shares its bytes, which are a mean over the steps of a cycle.
@@ -122,7 +126,19 @@ def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[Collective | N
     for k, (number, planned) in _pair([evidence[position] for position in last], left, step).items():
         paired[last[k]] = planned
         left.pop(number, None)
-    return tuple(paired.get(position) for position in range(len(evidence))), tuple(left.values())
+    realising = {position: [planned] for position, planned in paired.items()}
+    for number, position in further_axes(evidence, realising, _sums(left)).items():
+        realising[position].append(left.pop(number))
+    free = [position for position in last if position not in realising or evidence[position].about == SUMMED]
+    for position, numbers in summed_together(evidence, free, _sums(left), step.plan.mesh).items():
+        realising.setdefault(position, []).extend(left.pop(number) for number in numbers)
+    return tuple(tuple(realising.get(position, ())) for position in range(len(evidence))), tuple(left.values())
+
+
+def _sums(left: Mapping[int, Collective]) -> Sums:
+    """Returns the sums of gradients among planned collectives, with the parameters of these."""
+    purposes = {number: purpose(planned) for number, planned in left.items()}
+    return {number: (why.leaf, left[number]) for number, why in purposes.items() if why.about == GRADIENT}
 
 
 def _unshared(compiled: Evidence, partial: PartialPlan | None) -> Evidence:
@@ -183,8 +199,8 @@ def _pair(
 
     def same_size(compiled: Evidence, planned: Collective) -> bool:
         """Tells whether both carry the same array, by whatever operation."""
-        mine = _carried(compiled.collective.op, compiled.collective.bytes, compiled.collective.group_size)
-        theirs = _carried(planned.op, planned.bytes, _size(step.plan.mesh, planned.axis))
+        mine = carried_bytes(compiled.collective.op, compiled.collective.group_size, compiled.collective.bytes)
+        theirs = carried_bytes(planned.op, step.plan.mesh.size(tuple(planned.axis.split("+"))), planned.bytes)
         return mine > 0 and any(math.isclose(mine * wider, theirs, rel_tol=0.01) for wider in _widths(compiled))
 
     def distance(compiled: Evidence, planned: Collective) -> int:
@@ -296,15 +312,21 @@ def _parts(
     return ()
 
 
-def difference(compiled: Evidence, planned: Collective) -> str:
+def difference(compiled: Evidence, realised: Sequence[Collective]) -> str:
     """Returns how a realised collective differs from its plan, in words; empty where it does not.
 
     **Arguments:**
 
     - `compiled`: what is known of the compiled collective.
-    - `planned`: the planned collective that it realises.
+    - `realised`: the planned collectives that it realises, at least one.
     """
     collective = compiled.collective
+    if len(realised) > 1:
+        kinds = dict.fromkeys(f"{planned.op} over {planned.axis}" for planned in realised)
+        own = f"{collective.op} over {collective.axis}"
+        several = f"one for {len(realised)} planned"
+        return several if list(kinds) == [own] else f"{several}: {own} for {' and '.join(kinds)}"
+    planned = realised[0]
     parts = []
     if collective.op != planned.op:
         parts.append(f"{collective.op} for {planned.op}")
@@ -331,15 +353,3 @@ def _widths(compiled: Evidence) -> tuple[int, ...]:
 def _nothing(compiled: Evidence, planned: Collective) -> int:
     """Costs the same for every pair: the first planned collective wins."""
     return 0
-
-
-def _size(mesh: MeshShape, axis: str) -> int:
-    return mesh.size(tuple(axis.split("+")))
-
-
-def _carried(op: str, sent_bytes: int, size: int) -> float:
-    """Returns the bytes of the array behind what a device sends by the ring formulas."""
-    if size < 2:
-        return 0.0
-    share = (size - 1) / size
-    return sent_bytes / (2 * share if op == "all_reduce" else share)

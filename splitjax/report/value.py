@@ -213,9 +213,7 @@ def _totals(report: Report, key: Callable[[_Listed], _Key]) -> dict[_Key, Total]
     and layer, however XLA realised it."""
     sums: dict[_Key, list[float]] = {}
     realised = [
-        (collective.planned, collective.compiled.share)
-        for collective in report.collectives
-        if collective.planned is not None
+        (planned, collective.compiled.share) for collective in report.collectives for planned in collective.realised
     ]
     planned: Iterable[tuple[_Listed, float]] = (*realised, *((collective, 1.0) for collective in report.missing))
     compiled = [(collective, collective.compiled.share) for collective in report.collectives]
@@ -242,8 +240,9 @@ def _written_collective(collective: ReportedCollective) -> dict[str, Any]:
     fields, compiled = fields_of(collective), fields_of(collective.compiled)
     del fields["compiled"], compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
-    planned = fields.pop("planned")
-    return {**first, **fields, "planned": planned, **compiled}
+    planned, also = fields.pop("planned"), fields.pop("also")
+    # Left out where there is none, as by reports of before.
+    return {**first, **fields, "planned": planned, **({"also": also} if also else {}), **compiled}
 
 
 def _read_collective(codec: Codec[Any], values: Any, place: str) -> ReportedCollective:

@@ -339,7 +339,7 @@ def test_parts_of_a_planned_collective_add_up_to_it():
         order={"dense": 0},
     )
     paired, missing = pair([explicit(sent) for sent in (10, 30, 30, 10)], step)
-    assert [(one.why, one.bytes) for one in paired] == [
+    assert [(one.why, one.bytes) for (one,) in paired] == [
         ("forward: in", 10),
         ("forward: in", 30),
         ("backward: out", 30),
@@ -347,7 +347,7 @@ def test_parts_of_a_planned_collective_add_up_to_it():
     ]
     assert missing == (other,)
     paired, missing = pair([explicit(sent) for sent in (10, 20)], step)  # does not add up
-    assert paired == (None, None) and len(missing) == 3
+    assert paired == ((), ()) and len(missing) == 3
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])

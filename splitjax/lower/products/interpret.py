@@ -63,7 +63,8 @@ def evaluate_equation(layout: StepLayout, eqn: Any, operands: Sequence[Any], sit
     `eqn` stands at `site`, and `operands` are its values; `copies` remembers gathered activations for the equations of
     the same forward. Returns the equation's results.
     """
-    return _placed(layout, eqn, list(operands), site, None, copies)
+    with _named(layout, site):
+        return _placed(layout, eqn, list(operands), site, None, copies)
 
 
 def evaluate(
@@ -110,11 +111,18 @@ def _run(
     boundaries."""
 
     def handle(eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any]:
-        layer = layout.names.get(site)
-        with contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer)):
+        with _named(layout, site):
             return _hooked(layout, eqn, values, site, hooks, copies)
 
     return interpreter.evaluate(jaxpr, operands, handle, prefix, sites)
+
+
+def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager under which a product carries the name of its layer into the compiled step, wherever it
+    is evaluated: reports and profiles know it again by that. The user's lines do not tell, as JAX traces some functions
+    once in a process and keeps the lines of the first call."""
+    layer = layout.names.get(site)
+    return contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer))
 
 
 def _hooked(

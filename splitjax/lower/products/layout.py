@@ -51,7 +51,7 @@ class StepLayout:
     - `sums`: products, biases and scales whose gradients are summed into parts, inside of boundaries.
     - `uses`: the uses of weights inside of boundaries, in program order.
     - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
-    - `names`: the layers of products, for profiles.
+    - `names`: the layers of products, by which reports and profiles know them again.
     - `convolutions`: those that XLA is not asked to partition.
     - `transforms`: Fourier transforms that it is not asked to partition.
     - `rewritten`: operations that are evaluated as others of the same meaning.
