@@ -37,13 +37,16 @@ from splitjax._plan_parts import (
     spec_axes,
     spec_text,
 )
+from splitjax._plan_purpose import DENSE_GRADIENTS, GRADIENT_SUMS, Phase, Purpose, PurposeKind, beside
 from splitjax.codec import OneOf
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 
 __all__ = [
+    "DENSE_GRADIENTS",
     "FORMAT",
+    "GRADIENT_SUMS",
     "ROW_EXCHANGE",
     "Collective",
     "Constraint",
@@ -52,11 +55,15 @@ __all__ = [
     "LeafPlan",
     "Memory",
     "PartialPlan",
+    "Phase",
     "Plan",
+    "Purpose",
+    "PurposeKind",
     "SegmentPlan",
     "Spec",
     "SpecEntry",
     "SyncPlan",
+    "beside",
     "first_mismatch",
     "spec_axes",
     "spec_text",
@@ -267,7 +274,11 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     for field in dataclasses.fields(Memory):
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
     yield from _diff_entries(
-        "collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})"
+        "collective",
+        a.collectives,
+        b.collectives,
+        lambda c: (c.op, c.axis, c.layer, c.purpose),
+        lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})",
     )
     yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
@@ -292,15 +303,21 @@ def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = r
 
 
 def _diff_entries(
-    kind: str, here: Sequence[Any], there: Sequence[Any], key: Callable[[Any], Hashable]
+    kind: str,
+    here: Sequence[Any],
+    there: Sequence[Any],
+    key: Callable[[Any], Hashable],
+    name_of: Callable[[Any], str] | None = None,
 ) -> Iterator[str]:
-    """Differences between two lists of entries, paired by key; several entries of one key are paired in order."""
+    """Differences between two lists of entries, paired by key; several entries of one key are paired in order.
+    `name_of`: what an entry is called, where that is not its key."""
     if here == there:
         return
     mine, theirs = _grouped(here, key), _grouped(there, key)
     silent = True
-    for name in (*mine, *(name for name in theirs if name not in mine)):
-        left, right = mine.get(name, []), theirs.get(name, [])
+    for shared in (*mine, *(shared for shared in theirs if shared not in mine)):
+        left, right = mine.get(shared, []), theirs.get(shared, [])
+        name = shared if name_of is None else name_of((*left, *right)[0])
         for x, y in zip(left, right, strict=False):
             if x != y:
                 silent = False

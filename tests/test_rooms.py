@@ -70,7 +70,7 @@ ROOMS = (
     "splitjax",
     "cli",
 )
-SAME_ROOM = {"_plan_json": "plan", "_plan_parts": "plan", "runtime.network": "runtime.launch"}
+SAME_ROOM = {"_plan_json": "plan", "_plan_parts": "plan", "_plan_purpose": "plan", "runtime.network": "runtime.launch"}
 
 
 def modules() -> dict[str, pathlib.Path]:

@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import Any
 
-# Sentences for people: they may be written better without a decision having changed.
-SENTENCES = ("why", "note", "notes")
+# Sentences for people: they may be written better without a decision having changed. So may the purpose of a
+# collective, of which the sentence `why` is rendered: what it moves, and for which layer, is in the other keys.
+SENTENCES = ("why", "purpose", "note", "notes")
 # Of a digest of 64 hexadecimal digits so many are kept: two texts of a million share them with a chance of 1 in 10^7.
 NUM_DIGITS = 16
 

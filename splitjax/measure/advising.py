@@ -37,7 +37,8 @@ from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
-from splitjax.planning.partial_plan import gradient_of, with_partial
+from splitjax.plan import DENSE_GRADIENTS
+from splitjax.planning.partial_plan import with_partial
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
@@ -314,7 +315,7 @@ class _Comparison:
     def _full_exchange(self) -> PredictedExchange:
         """Returns what full backpropagation sends, and how long that takes as one ring."""
         planned = self.measuring.entry.plan.collectives
-        sent = sum(collective.bytes for collective in planned if gradient_of(collective))
+        sent = sum(collective.bytes for collective in planned if collective.purpose.kind in DENSE_GRADIENTS)
         return PredictedExchange(
             sent,
             sent / self.link.bytes_per_second

@@ -10,7 +10,7 @@ are observed anew: capacities then have room for all that was seen. All processe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -21,7 +21,17 @@ from splitjax.lower.tables.finding import Chosen, gradient_in_loop
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.lower.tables.table_sync import TableSync
-from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan, spec_axes
+from splitjax.plan import (
+    GRADIENT_SUMS,
+    ROW_EXCHANGE,
+    Collective,
+    Phase,
+    Plan,
+    Purpose,
+    PurposeKind,
+    SyncPlan,
+    spec_axes,
+)
 from splitjax.planning.carried import Seen
 from splitjax.sync.choose import candidates, choose
 from splitjax.sync.dense import Dense
@@ -38,6 +48,9 @@ CHECKED_STEPS = 64
 MOST_FALLBACKS = 2  # in `CHECKED_STEPS`
 
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
+
+# What is sent for a table as a whole array, and is not where it goes by rows.
+_OF_WHOLE_TABLES = frozenset({PurposeKind.GRADIENT, PurposeKind.GRADIENT_HANDED, PurposeKind.STORED_WEIGHT})
 
 # What a step returns of each of its tables, by path: see `sparse.evaluate_sparse`.
 Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
@@ -114,10 +127,12 @@ class TableDecision:
     """Says how each table is synchronised from now on.
 
     **Attributes:** `chosen`: by table, its exchange and capacities. `why`: by table, the reason, for the plan.
+    `is_whole`: whether these reasons are those of a plan, which says there what changes the numbers too.
     """
 
     chosen: Chosen
     why: Mapping[str, str]
+    is_whole: bool = False
 
 
 def decide(
@@ -185,16 +200,18 @@ def with_syncs(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
     syncs = sync_plans(plan, step, decision)
     names = {param: layer.name for layer in plan.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
-    stored = {f"{phase}: {param} is stored in pieces" for param in sparse for phase in ("forward", "backward")}
-    gone = stored | {_gradient_of(param) for param in sparse}
-    kept = tuple(collective for collective in plan.collectives if collective.why not in gone)
+    kept = tuple(
+        collective
+        for collective in plan.collectives
+        if not (collective.purpose.leaf in sparse and collective.purpose.kind in _OF_WHOLE_TABLES)
+    )
     exchanges = tuple(
         Collective(
             ROW_EXCHANGE,
             sync.axis,
             sync.bytes,
             names.get(sync.param, sync.param),
-            f"rows of the gradient of {sync.param}, by {sync.scheme}",
+            Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, sync.param, scheme=sync.scheme),
         )
         for sync in syncs
         if sync.param in sparse and sync.bytes
@@ -211,11 +228,6 @@ def _nothing(in_loop: str) -> str:
     """Says that a step has no tables. `in_loop`: why, where its gradient is taken in a loop; else empty."""
     why = f": {in_loop}" if in_loop else ""
     return f"sync: no parameter is only looked up by rows, so there is nothing to synchronise by rows{why}"
-
-
-def _gradient_of(param: str) -> str:
-    """Returns the reason that a plan gives for the dense exchange of a parameter's gradient."""
-    return f"gradient of {param}"
 
 
 def _row_bytes(table: TableSync, traced: LookupTable) -> int:
@@ -245,17 +257,19 @@ def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
         dense_bytes = sum(
             collective.bytes
             for collective in plan.collectives
-            if collective.why.partition(", onto")[0] == _gradient_of(traced.param)
+            if collective.purpose.kind in GRADIENT_SUMS and collective.purpose.leaf == traced.param
         )
         if table is None:
-            why = (
-                decision.why[traced.param]
-                if decision is not None and traced.param in decision.why
-                else step.reasons[traced.param]
-            )
+            reasons = step.reasons if decision is None else {**step.reasons, **decision.why}
             entries.append(
                 SyncPlan(
-                    traced.param, Dense.name, "+".join(plan.batch_axes), traced.num_rows, dense_bytes, dense_bytes, why
+                    traced.param,
+                    Dense.name,
+                    "+".join(plan.batch_axes),
+                    traced.num_rows,
+                    dense_bytes,
+                    dense_bytes,
+                    reasons[traced.param],
                 )
             )
             continue
@@ -264,14 +278,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
         if decision is not None:
             sent = _predicted_bytes(table, sizes)
             why = decision.why[traced.param]
-        if table.wire_dtype:
-            read = ", and the rows that are read" if table.is_owned else ""
-            why = _once(
-                f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}",
-                why,
-            )
-        if traced.update is None:
-            why = _once(f"lazy, which changes the numbers: {traced.reason}", why)
+        if decision is None or not decision.is_whole:
+            why = "; ".join((*_changes(table, traced), why))
         entries.append(
             SyncPlan(
                 traced.param,
@@ -297,6 +305,10 @@ def _predicted_bytes(table: TableSync, sizes: Costs) -> int:
     return table.scheme.predicted_bytes(table.capacities, sizes)
 
 
-def _once(words: str, why: str) -> str:
-    """Returns a reason with words before it, unless it comes from a plan that has them."""
-    return why if words in why else f"{words}; {why}"
+def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
+    """Says what about the exchange of a table changes the numbers."""
+    if traced.update is None:
+        yield f"lazy, which changes the numbers: {traced.reason}"
+    if table.wire_dtype:
+        read = ", and the rows that are read" if table.is_owned else ""
+        yield f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}"

@@ -10,7 +10,17 @@ import dataclasses
 
 from splitjax.lower.partial.allreduce import in_groups, sent_bytes
 from splitjax.lower.partial.step import PartialStep
-from splitjax.plan import Collective, PartialPlan, Plan, SegmentPlan, spec_axes
+from splitjax.plan import (
+    GRADIENT_SUMS,
+    Collective,
+    PartialPlan,
+    Phase,
+    Plan,
+    Purpose,
+    PurposeKind,
+    SegmentPlan,
+    spec_axes,
+)
 
 HANDED = "collective_permute"  # the operation that hands gradients to workers that did not compute them
 
@@ -89,8 +99,7 @@ def _bytes(plan: Plan, param: str, axes: tuple[str, ...]) -> int:
 
 def gradient_of(collective: Collective) -> str:
     """Returns the path of the parameter whose gradient a planned `collective` sums; empty where it sums none."""
-    prefix = "gradient of "
-    return collective.why.removeprefix(prefix).partition(", onto")[0] if collective.why.startswith(prefix) else ""
+    return collective.purpose.leaf or "" if collective.purpose.kind in GRADIENT_SUMS else ""
 
 
 def _collectives(
@@ -100,10 +109,11 @@ def _collectives(
     the bytes that are summed and those that are handed on), all others as they are."""
     collectives, exchanged = [], set[str]()
     for collective in plan.collectives:
-        param, why = gradient_of(collective), collective.why
+        param, purpose = gradient_of(collective), collective.purpose
         if param not in sent:
             # Stored weights of a spatial assignment are gathered once, in front of the branches.
-            if step.is_temporal or not (why.startswith("backward: ") and why.endswith(" is stored in pieces")):
+            again = purpose.kind == PurposeKind.STORED_WEIGHT and purpose.phase == Phase.BACKWARD
+            if step.is_temporal or not again:
                 collectives.append(collective)
             continue
         summed, handed = sent[param]
@@ -116,6 +126,6 @@ def _collectives(
         if round(summed):
             collectives.append(dataclasses.replace(collective, bytes=round(summed)))
         if round(handed):
-            handed_on = f"{why}, handed to workers that did not compute it"
+            handed_on = Purpose(PurposeKind.GRADIENT_HANDED, Phase.BACKWARD, param)
             collectives.append(Collective(HANDED, axis, round(handed), collective.layer, handed_on))
     return tuple(collectives)

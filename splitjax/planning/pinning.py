@@ -113,7 +113,7 @@ def _decision_of(syncs: Sequence[SyncPlan]) -> TableDecision:
             raise PlanError(
                 error.message, value=error.value, place=f"syncs[{number}].{error.place}", remedy=error.remedy
             ) from error
-    return TableDecision(chosen, {sync.param: sync.why for sync in syncs})
+    return TableDecision(chosen, {sync.param: sync.why for sync in syncs}, is_whole=True)
 
 
 def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, request: SyncRequest, known: _Known) -> str:
