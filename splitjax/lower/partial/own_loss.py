@@ -24,11 +24,10 @@ from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
 from splitjax.lower.products.layout import StepLayout
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
 from splitjax.trace.flatten import flatten
-
-# What draws random numbers: every worker would draw the same.
-_DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator", "rng_uniform"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,7 +225,8 @@ def own_loss(
         _differs(a.aval.shape, b.aval.shape)
         for a, b in zip(eqn.outvars[1 : 1 + num_aux], twin.outvars[1 : 1 + num_aux], strict=True)
     )
-    draws = sorted({op.primitive for op in flatten(local.forward).ops} & _DRAWS)
+    # Every worker would draw the same.
+    draws = sorted({op.primitive for op in flatten(local.forward).ops} & OPERATIONS.with_trait(Trait.DRAWS))
     if draws:
         raise PartialError(
             f"{boundary.label}: the loss mixes examples and draws random numbers ({draws[0]}), of which every worker"
