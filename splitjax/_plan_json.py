@@ -86,7 +86,7 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
         ),
         format=FORMAT,
         forms={MeshShape: MESH_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
-        entries=("leaves", "layers", "constraints", "collectives", "syncs"),
+        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries"),
         finite=True,
         check=check,
     )

@@ -209,6 +209,22 @@ class PartialPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class BoundaryPlan:
+    """Says how a gradient boundary runs.
+
+    - `site`: of its equation. `label`: its function and the user's line.
+    - `how`: `whole`, in `microbatches`, in `turns`, `truncated` by worker, or by the `own loss` of each worker.
+    - `num_parts`: the number of microbatches, turns or depths; 1 for whole. `why`: the reason, as a clause.
+    """
+
+    site: tuple[Count, ...]
+    label: str
+    how: Annotated[str, OneOf(("whole", "microbatches", "turns", "truncated", "own loss"))]
+    num_parts: Count
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Constraint:
     """Describes a sharding that lowering pins on one operand (or result) of one operation.
 

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
     ROW_EXCHANGE,
+    BoundaryPlan,
     Collective,
     Constraint,
     LayerPlan,
@@ -48,6 +49,7 @@ __all__ = [
     "FORMAT",
     "GRADIENT_SUMS",
     "ROW_EXCHANGE",
+    "BoundaryPlan",
     "Collective",
     "Constraint",
     "LayerPlan",
@@ -111,6 +113,7 @@ class Plan:
     - `group_comm`: how examples cross into split layers: `"gather"`, `"turns"` or `"modulo"`.
     - `syncs`: tables with row lookups, where another synchronisation than the dense one was asked for.
     - `partial`: partial backpropagation, where it was asked for.
+    - `boundaries`: how the step's gradient boundaries run, in program order.
     """
 
     mesh: MeshShape
@@ -127,6 +130,7 @@ class Plan:
     group_comm: Annotated[str, OneOf(("gather", "turns", "modulo"))] = "gather"
     syncs: tuple[SyncPlan, ...] = ()
     partial: PartialPlan | None = None
+    boundaries: tuple[BoundaryPlan, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -282,6 +286,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     )
     yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
+    yield from _diff_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
     yield from _diff_entries("note", a.notes, b.notes, repr)
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import (
+    BoundaryPlan,
     Collective,
     Constraint,
     LayerPlan,
@@ -302,6 +303,7 @@ def test_digest_changes_with_any_field():
         "group_comm": "modulo",
         "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
         "partial": PARTIAL,
+        "boundaries": (BoundaryPlan((3,), "loss_fn at train.py:12", "microbatches", 4, ""),),
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]

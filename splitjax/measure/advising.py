@@ -38,7 +38,7 @@ from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measure
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.plan import DENSE_GRADIENTS
-from splitjax.planning.partial_plan import with_partial
+from splitjax.planning.partial_plan import predict_partial
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
@@ -327,8 +327,8 @@ class _Comparison:
         after segment, each as one message a hop."""
         step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
         platform = self.measuring.mesh.devices.flat[0].platform
-        plan = with_partial(self.measuring.entry.plan, step, platform).partial
-        assert plan is not None, "`with_partial` gives the plan of partial backpropagation"
+        full = self.measuring.entry.plan
+        plan, _ = predict_partial(full, full.collectives, step, platform)
         sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
         if step.is_temporal:  # one group of workers, one exchange a step
             return PredictedExchange(
