@@ -35,7 +35,7 @@ from splitjax.report.evidence import (
     Step,
     primitive,
 )
-from splitjax.report.shared_sums import Sums, further_axes, summed_together
+from splitjax.report.shared_sums import Sums, further_axes, gathered_examples, summed_together
 
 _GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
 _HANDED = re.compile(
@@ -132,6 +132,9 @@ def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[tuple[Collecti
     free = [position for position in last if position not in realising or evidence[position].about == SUMMED]
     for position, numbers in summed_together(evidence, free, _sums(left), step.plan.mesh).items():
         realising.setdefault(position, []).extend(left.pop(number) for number in numbers)
+    free = [position for position in last if position not in realising]
+    for number, positions in gathered_examples(evidence, free, _sums(left), step.layers).items():
+        realising |= {k: [part] for k, part in _dealt(left.pop(number), positions, evidence).items()}
     return tuple(tuple(realising.get(position, ())) for position in range(len(evidence))), tuple(left.values())
 
 
@@ -287,26 +290,27 @@ def _pair(
 def _parts(
     evidence: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose
 ) -> tuple[int, ...]:
-    """Returns the positions of explicit collectives that together are a planned one: those in a loop, say, and the last
-    beside it. Their bytes add up to the byte, or there are none. Outside a derivative both passes read `update`, and
-    come in the program's order."""
-    parts: list[int] = []
-    missing_bytes = planned.bytes
+    """Returns the positions of collectives that together are a planned one: those in a loop, say, and the last beside
+    it, of arrays of one shape. Their bytes add up to the byte, or there are none. Outside a derivative both passes read
+    `update`, and come in the program's order."""
+    by_shape: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     for position, compiled in enumerate(evidence):
         fits = (
             position not in paired
-            and compiled.known_by == "scope"
+            and why.about == VALUE == compiled.about
             and compiled.layer == planned.layer
             and compiled.phase in (why.phase, UPDATE)
-        )
-        if (
-            fits
-            and why.about == VALUE
             and (compiled.collective.op, compiled.collective.axis) == (planned.op, planned.axis)
-        ):
-            if compiled.collective.bytes <= missing_bytes:
+        )
+        if fits:
+            by_shape[compiled.collective.shape].append(position)
+    for positions in by_shape.values():
+        parts: list[int] = []
+        missing_bytes = planned.bytes
+        for position in positions:
+            if evidence[position].collective.bytes <= missing_bytes:
                 parts.append(position)
-                missing_bytes -= compiled.collective.bytes
+                missing_bytes -= evidence[position].collective.bytes
             if not missing_bytes:
                 return tuple(parts)
     return ()
