@@ -284,6 +284,13 @@ def _pair(
         ),
         distance,
     )
+    # Of an elementwise operation behind a product nothing tells the layer.
+    match(
+        lambda compiled, planned, why: (
+            activation(compiled, why) and alike(compiled, planned) and not compiled.layer and compiled.about == VALUE
+        ),
+        _nothing,
+    )
     return paired
 
 
