@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from splitjax.lower.gradient import grad, value_and_grad
     from splitjax.partial import Advice, PartialBackprop
     from splitjax.plan import Plan
+    from splitjax.primitives.register import register_dims, register_primitive
     from splitjax.report.value import Report
     from splitjax.rules import Rule, RuleSet
     from splitjax.step.processes import global_batch
     from splitjax.sync.analysis import Profile
-    from splitjax.trace.dims import register_dims
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "initialize",
     "parallelize",
     "register_dims",
+    "register_primitive",
     "value_and_grad",
 ]
 
@@ -61,7 +62,8 @@ _PLACES = {
     "RuleSet": "rules",
     "global_batch": "step.processes",
     "grad": "lower.gradient",
-    "register_dims": "trace.dims",
+    "register_dims": "primitives.register",
+    "register_primitive": "primitives.register",
     "value_and_grad": "lower.gradient",
 }
 _SUBMODULES = (
@@ -80,6 +82,7 @@ _SUBMODULES = (
     "partitioner",
     "plan",
     "planning",
+    "primitives",
     "report",
     "rules",
     "schedule",

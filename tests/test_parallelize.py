@@ -20,7 +20,7 @@ from splitjax.errors import (
     UnavailableError,
     UnknownPrimitiveError,
 )
-from splitjax.trace.dims import DIM_RULES
+from splitjax.primitives.table import OPERATIONS
 
 MESH = {"data": 2, "model": 4}
 BATCH = np.ones((8, 8), np.float32)
@@ -274,7 +274,7 @@ def test_a_registered_primitive_is_known():
     try:
         splitjax.parallelize(uses, mesh=MESH)(fresh(), BATCH)
     finally:
-        DIM_RULES.remove("well_known")
+        OPERATIONS.forget("well_known")
 
 
 def test_an_unknown_primitive_off_every_sharded_path_is_no_error():

@@ -14,17 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from splitjax import _compat
+from splitjax.lower.products.rebuilding import REBUILD
+from splitjax.primitives.calls import Kind, call_body, kind_of
+from splitjax.primitives.interpreter import RunBody, evaluate
+from splitjax.primitives.walk import Site, walk
 
 # By length of a dim, the order in which it is summed: i32[length].
 Orders = Mapping[int, jax.Array]
-# Calls whose body stands for them once nothing is to be differentiated any more; the parameters that hold it.
-_CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
-}  # fmt: skip
 
 
 def reorderable(step: Callable[..., Any], *example: Any) -> tuple[Callable[..., Any], tuple[int, ...]]:
@@ -33,13 +31,11 @@ def reorderable(step: Callable[..., Any], *example: Any) -> tuple[Callable[..., 
     `example`: the step's arguments or their shapes."""
     closed, shapes = _compat.trace(step, *example)
     structure = jax.tree.structure(shapes)
-    lengths: set[int] = set()
-    _lengths(closed, lengths)
 
     def reordered(orders: Orders, *arguments: Any) -> Any:
         return jax.tree.unflatten(structure, _run(closed, jax.tree.leaves(arguments), orders))
 
-    return reordered, tuple(sorted(lengths))
+    return reordered, tuple(sorted(_lengths(closed)))
 
 
 def draw_orders(lengths: Sequence[int], seed: int) -> dict[int, np.ndarray]:
@@ -62,55 +58,28 @@ def summed_dims(eqn: Any) -> tuple[tuple[int, int], ...]:
     return ()
 
 
-def _body(eqn: Any) -> Any | None:
-    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+def _is_seen_through(eqn: Any) -> bool:
+    """Tells whether the body of `eqn` stands for it where nothing is differentiated any more, or is looped over."""
+    return call_body(eqn) is not None or kind_of(eqn) is Kind.SCAN
 
 
-def _lengths(closed: Any, lengths: set[int]) -> None:
-    inner, _ = _compat.open_jaxpr(closed)
-    for eqn in inner.eqns:
-        lengths.update(eqn.invars[operand].aval.shape[dim] for operand, dim in summed_dims(eqn))
-        body = eqn.params["jaxpr"] if eqn.primitive.name == "scan" else _body(eqn)
-        if body is not None:
-            _lengths(body, lengths)
+def _lengths(closed: Any) -> set[int]:
+    return {
+        visit.eqn.invars[operand].aval.shape[dim]
+        for visit in walk(closed, enter=lambda visit: _is_seen_through(visit.eqn))
+        for operand, dim in summed_dims(visit.eqn)
+    }
 
 
 def _run(closed: Any, operands: Sequence[Any], orders: Orders) -> list[Any]:
-    inner, consts = _compat.open_jaxpr(closed)
-    values = dict(zip(inner.constvars, consts, strict=True))
-    values.update(zip(inner.invars, operands, strict=True))
+    def reorder(eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any] | None:
+        body = call_body(eqn)
+        if body is not None:
+            return run(body, 0, values)
+        if kind_of(eqn) is Kind.SCAN:
+            return REBUILD[Kind.SCAN](run, eqn, values)
+        for operand, dim in summed_dims(eqn):
+            values[operand] = jnp.take(values[operand], orders[values[operand].shape[dim]], axis=dim)
+        return None
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, _compat.Literal) else values[atom]
-
-    for eqn in inner.eqns:
-        values.update(zip(eqn.outvars, _evaluate(eqn, [read(atom) for atom in eqn.invars], orders), strict=True))
-    return [read(atom) for atom in inner.outvars]
-
-
-def _evaluate(eqn: Any, operands: list[Any], orders: Orders) -> list[Any]:
-    body = _body(eqn)
-    if body is not None:
-        return _run(body, operands, orders)
-    if eqn.primitive.name == "scan":
-        return _scan(eqn, operands, orders)
-    for operand, dim in summed_dims(eqn):
-        operands[operand] = jnp.take(operands[operand], orders[operands[operand].shape[dim]], axis=dim)
-    return _compat.bind_equation(eqn, operands)
-
-
-def _scan(eqn: Any, operands: list[Any], orders: Orders) -> list[Any]:
-    params = eqn.params
-    num_consts, num_carry = _compat.scan_counts(params)
-    consts, carry, xs = (
-        operands[:num_consts],
-        operands[num_consts : num_consts + num_carry],
-        operands[num_consts + num_carry :],
-    )
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = _run(params["jaxpr"], [*consts, *carry, *x], orders)
-        return results[:num_carry], results[num_carry:]
-
-    carry, ys = lax.scan(body, carry, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
-    return [*carry, *ys]
+    return evaluate(closed, operands, reorder)

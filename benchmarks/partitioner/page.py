@@ -15,8 +15,8 @@ from benchmarks.partitioner.families import families
 from benchmarks.partitioner.known import KINDS, kind_of, rows
 from benchmarks.partitioner.primitives import NOT_DRAWN
 from benchmarks.partitioner.run import Outcome
+from splitjax.primitives.table import OPERATIONS
 from splitjax.trace import tracer  # noqa: F401  (it fills the registry)
-from splitjax.trace.dims import DIM_RULES
 
 STORE = "partitioner.json"
 BAD = ("wrong", "failed", "crash")
@@ -422,13 +422,13 @@ def _primitives(runs: Sequence[Run]) -> list[str]:
     drawn: collections.Counter[str] = collections.Counter()
     for run in runs:
         drawn.update(run.primitives)
-    names = [name for name in DIM_RULES.names() if name in drawn]
+    names = [name for name in OPERATIONS.with_dims() if name in drawn]
     lines = [
         "## Primitives",
         "",
         (
             f"Counted in the programs' jaxprs, forward and backward, over all runs: {len(names)} of the"
-            f" {len(DIM_RULES.names())} that have a dim rule."
+            f" {len(OPERATIONS.with_dims())} that have a dim rule."
         ),
         "",
         *table(
@@ -439,5 +439,7 @@ def _primitives(runs: Sequence[Run]) -> list[str]:
         "Not drawn, and why:",
         "",
     ]
-    missing = [(name, NOT_DRAWN.get(name, "not met in these runs")) for name in DIM_RULES.names() if name not in drawn]
+    missing = [
+        (name, NOT_DRAWN.get(name, "not met in these runs")) for name in OPERATIONS.with_dims() if name not in drawn
+    ]
     return [*lines, *table(("primitive", "reason"), missing)]

@@ -35,6 +35,8 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys("log2 polynomial one_minus_square".split(), _NEW)
     | {
         "shard_map": "its body is partitioned by hand: XLA's partitioner leaves it alone",
+        "to_edtype": "JAX's own conversion to dtypes such as those of keys: no program of numbers reaches it",
+        "from_edtype": "JAX's own conversion from dtypes such as those of keys: no program of numbers reaches it",
         "xla_metadata_value": "it annotates, and computes nothing",
         "threefry2x32": "random_bits, which is lowered to it, is drawn",
         "random_seed": "random_wrap makes the keys of most programs; a few are made from seeds",

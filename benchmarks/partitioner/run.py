@@ -3,7 +3,6 @@ see `partitioner.worker`."""
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import dataclasses
 import math
@@ -18,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks.partitioner.draw import Case, Draw, Mesh, arguments_of, case_of, names_of, step_of
 from benchmarks.partitioner.families import families
 from benchmarks.partitioner.references import NOTHING_KEPT, References
-from splitjax import _compat
+from splitjax.primitives.walk import walk
 
 # Relative to the largest value of the array: what another order of additions may change.
 TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "bfloat16": 0.15}
@@ -122,16 +121,9 @@ def contents_of(jaxpr: Any) -> tuple[set[str], set[str]]:
     """The names of all primitives in a jaxpr and in those that it holds, and of the dtypes of what they return."""
     names: set[str] = set()
     dtypes: set[str] = set()
-    queue = collections.deque([jaxpr])
-    while queue:
-        inner, _ = _compat.open_jaxpr(queue.popleft())
-        for eqn in inner.eqns:
-            names.add(eqn.primitive.name)
-            dtypes.update(str(getattr(var.aval, "dtype", "")) for var in eqn.outvars)
-            for value in eqn.params.values():
-                queue.extend(
-                    part for part in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(part)
-                )
+    for visit in walk(jaxpr):
+        names.add(visit.eqn.primitive.name)
+        dtypes.update(str(getattr(var.aval, "dtype", "")) for var in visit.eqn.outvars)
     return names, dtypes
 
 

@@ -20,6 +20,7 @@ from splitjax.compile.building import KnownTables, build_entry
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.session import Session, merged
 from splitjax.mesh import make_mesh
+from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan, SyncPlan
 from splitjax.planning.carried import Carried, inputs_of
 from splitjax.planning.observing import TableDecision, TableObserver, decide
@@ -71,6 +72,7 @@ class StepPrograms:
         bound = bind(self._recipe.fn, self._recipe.options, args)
         entry = self._entries.get(bound.signature)
         if entry is None:
+            check_partitioner(self.mesh.size, f"parallelize({self._recipe.name})")
             seen = self.kept.resumed.get(inputs_of(bound, self.mesh))
             entry = self._build(bound, carried=() if seen is None else seen.syncs)
             self._entries[bound.signature] = entry

@@ -93,22 +93,18 @@ class LocalTransform:
             back = [("all_to_all", self.split[dim], result) for dim in self.kept]
             backward = [*back, *forth]
         else:
-            forth, back = self._gathers(self.brought, dims.operand_shape, operand, mesh), []
-            backward = self._gathers(self.kept, dims.result_shape, result, mesh)
+            forth, back = self._gathers(self.brought, operand, mesh), []
+            backward = self._gathers(self.kept, result, mesh)
         yield from ((*each, self.backward) for each in (*forth, *back))
         if self.differentiated:
             yield from ((*each, True) for each in backward)
 
-    def _gathers(
-        self, dims: Sequence[int], shape: Sequence[int], num_bytes: int, mesh: MeshShape
-    ) -> list[tuple[str, Axes, int]]:
-        """Returns the gathers along `dims` of a part, of `num_bytes`, of an array of this `shape`. A dim of which each
-        device has one element is summed up instead (`lower.products.local_transform` says why)."""
+    def _gathers(self, dims: Sequence[int], num_bytes: int, mesh: MeshShape) -> list[tuple[str, Axes, int]]:
+        """Returns the gathers along `dims` of a part of `num_bytes`."""
         gathers = []
         for dim in dims:
-            num_parts = mesh.size(self.split[dim])
-            num_bytes *= num_parts
-            gathers.append(("all_reduce" if shape[dim] == num_parts else "all_gather", self.split[dim], num_bytes))
+            num_bytes *= mesh.size(self.split[dim])
+            gathers.append(("all_gather", self.split[dim], num_bytes))
         return gathers
 
 

@@ -332,6 +332,21 @@ DEFECTS: tuple[Defect, ...] = (
         uneven=True,
     ),
     Defect(
+        name="gspmd",
+        operation="a step that GSPMD partitions, which JAX had before Shardy",
+        condition="jax_use_shardy_partitioner is turned off",
+        consequence=(
+            "some gradients of products and of linear solves are wrong that are right with Shardy; and a check inside"
+            " the partitioner (IsManualSubgroup) ends the process for some steps of which splitjax evaluates a part"
+            " device by device"
+        ),
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="GSPMD",
+        remedy="the plan is refused: Shardy, which JAX uses unless it is told otherwise, has to be on",
+        action=Action.REFUSE,
+        touches=lambda operation: {},
+    ),
+    Defect(
         name="high-half-of-product",
         operation="jax.lax.mulhi, the upper half of a product of integers",
         condition="the program is compiled for several devices",

@@ -1,2 +1,27 @@
-"""What an equation of a jaxpr is, for every analysis: which of them are calls (`calls`), how jaxprs are walked (`walk`)
-and evaluated (`interpreter`)."""
+"""What an operation is: one table of what each does to dims, to examples, to sums, and to rows of tables, for every
+analysis; which equations are calls (`calls`), how jaxprs are walked (`walk`) and evaluated (`interpreter`).
+
+Importing the package completes the table (`table.OPERATIONS`); `register_primitive` adds to it.
+"""
+
+from splitjax.primitives import (
+    dims_elementwise,
+    dims_fused,
+    dims_mixing,
+    dims_shape,
+    example_rules,
+    example_rules_mixing,
+    linear,
+    unknown,
+)
+
+__all__ = [
+    "dims_elementwise",
+    "dims_fused",
+    "dims_mixing",
+    "dims_shape",
+    "example_rules",
+    "example_rules_mixing",
+    "linear",
+    "unknown",
+]

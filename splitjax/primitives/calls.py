@@ -24,8 +24,8 @@ class Kind(enum.Enum):
     - `INLINE`: nothing: its body may stand in its place, under any transformation.
     - `REMAT`: its body is computed again for the backward pass.
     - `RULE`: a function with a derivative rule of the user's own (`custom_jvp`, `custom_vjp`).
-    - `ANNOTATED`: numbers and derivatives are those of its body; it carries something besides, such as a name for the
-      compiler or a rule for `vmap`, that an edited body would lose.
+    - `ANNOTATED`: its numbers are those of its body, and so are its derivatives where it has any; it carries something
+      besides, such as a name for the compiler or a rule for `vmap`, that an edited body would lose.
     - `FIXED`: what it carries besides its body decides on its derivative or its partitioning.
     - `SCAN`, `WHILE`: a loop with a known number of iterations, and one that ends when it wants to.
     - `COND`: one of several branches.
@@ -78,7 +78,7 @@ _TABLE: dict[str, Call] = {
         Call("core_closed_call", Kind.INLINE, ("call_jaxpr",)),
         Call("call", Kind.INLINE, ("call_jaxpr",)),
         Call("xla_call", Kind.INLINE, ("call_jaxpr",)),
-        Call("eval_jaxpr", Kind.INLINE, ("jaxpr",)),
+        Call("eval_jaxpr", Kind.INLINE, ("jaxpr", "call_jaxpr")),
         Call("remat", Kind.REMAT, ("jaxpr",)),
         Call("remat2", Kind.REMAT, ("jaxpr",)),
         Call("checkpoint", Kind.REMAT, ("jaxpr",)),

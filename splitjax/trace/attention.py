@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitjax.trace.dims_fused import FUSED_ATTENTION
+from splitjax.primitives.dims_fused import FUSED_ATTENTION
 from splitjax.trace.flatten import BACKWARD, FlatStep
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked

@@ -1,4 +1,4 @@
-"""Links the dims of a flat step by the rules of the registry.
+"""Links the dims of a flat step by the dim rules of its operations.
 
 Operations go in; links between runs of dims come out, each with the operation that causes it, from which
 `strengths.py` decides afterwards how binding it is.
@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from splitjax.errors import SplitjaxError, TraceError
+from splitjax.primitives.dims import DimMap, DimRule, Label
+from splitjax.primitives.table import OPERATIONS, Operations
 from splitjax.trace.classes import DimRef
-from splitjax.trace.dims import DIM_RULES, DimMap, DimRule, Label, Registry
 from splitjax.trace.flatten import FlatStep, Op
 
 
@@ -50,8 +51,8 @@ class Linked:
     unknown: tuple[int, ...]
 
 
-def link(flat: FlatStep, registry: Registry = DIM_RULES) -> Linked:
-    """Applies the dim rule that `registry` has for every operation of `flat`.
+def link(flat: FlatStep, operations: Operations = OPERATIONS) -> Linked:
+    """Applies the dim rule that `operations` has for every operation of `flat`.
 
     Raises `TraceError` where a rule does not fit its operation.
     """
@@ -60,7 +61,7 @@ def link(flat: FlatStep, registry: Registry = DIM_RULES) -> Linked:
     maps: list[DimMap | None] = []
     unknown = []
     for index, op in enumerate(flat.ops):
-        rule = registry.get(qualified_name(op)) or registry.get(op.primitive)
+        rule = operations.of(op.primitive, op.params).dims
         if rule is None:
             unknown.append(index)
             maps.append(None)
@@ -72,17 +73,6 @@ def link(flat: FlatStep, registry: Registry = DIM_RULES) -> Linked:
     mixing = tuple(dim_map is None or dim_map.mixing for dim_map in maps)
     joins = tuple(dim_map is not None and dim_map.joins for dim_map in maps)
     return Linked(tuple(links), tuple(shapes), tuple(maps), mixing, joins, tuple(unknown))
-
-
-# Primitives that stand for many operations, and the parameter that says which.
-_NAMED = {"pallas_call": "name", "ffi_call": "target_name", "composite": "name"}
-
-
-def qualified_name(op: Op) -> str:
-    """Returns `primitive:name` for an operation `op` whose primitive stands for many operations (a Pallas kernel, a
-    foreign call), else the name of the primitive."""
-    name = op.params.get(_NAMED.get(op.primitive, ""))
-    return f"{op.primitive}:{name}" if name else op.primitive
 
 
 def _apply(rule: DimRule, op: Op, flat: FlatStep) -> DimMap:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitjax.trace.dims import DimMap, Label
+from splitjax.primitives.dims import DimMap, Label
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked

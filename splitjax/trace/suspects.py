@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from splitjax.partitioner import COVERED, Operation, defect_of
+from splitjax.primitives.table import qualified_name
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
 from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims, TransformDims
-from splitjax.trace.links import qualified_name
 
 
 def find_suspects(flat: FlatStep, classes: Classes) -> tuple[Suspect, ...]:
@@ -34,7 +34,7 @@ def find_suspects(flat: FlatStep, classes: Classes) -> tuple[Suspect, ...]:
         suspects.append(
             Suspect(
                 defect.name,
-                qualified_name(op),
+                qualified_name(op.primitive, op.params),
                 op.site,
                 op.source,
                 tuple(touched_dims),

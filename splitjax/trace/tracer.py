@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from splitjax.primitives.table import qualified_name
 from splitjax.primitives.walk import Site
-from splitjax.trace import dims_elementwise, dims_fused, dims_mixing, dims_shape  # noqa: F401  (they fill the registry)
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, FlatStep, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, example_labels, is_floating
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import KnownValues, build_layers, group_params
-from splitjax.trace.links import Linked, link, qualified_name, tie
+from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
 from splitjax.trace.state import fallback_ties, follow
@@ -253,7 +253,7 @@ def _unknown(flat: FlatStep, index: int, classes: Classes) -> Unknown:
     def dims(values: Sequence[int]) -> tuple[tuple[Dim, ...], ...]:
         return tuple(classes.dims(v, len(flat.shapes[v])) for v in values)
 
-    return Unknown(qualified_name(op), op.site, op.source, dims(op.inputs), dims(op.outputs))
+    return Unknown(qualified_name(op.primitive, op.params), op.site, op.source, dims(op.inputs), dims(op.outputs))
 
 
 # Linear in each operand (or mere moves): the backward pass needs no copy of their operands.

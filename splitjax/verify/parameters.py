@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from splitjax.primitives.calls import Kind, names
+
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Sequence[Shape]
 Change: TypeAlias = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str, Any]]
@@ -19,11 +21,9 @@ Change: TypeAlias = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes]
 # An equation of one of these runs in the dtypes that it was traced with, because it looks at the bits of a number.
 BITWISE: frozenset[str] = frozenset({"bitcast_convert_type", "nextafter"})
 # At the sizes, too, because its parameters hold programs or buffers of these.
-AS_TRACED: frozenset[str] = frozenset({
-    "pallas_call", "shard_map", "ffi_call", "custom_linear_solve", "custom_partitioning", "linear_call", "custom_lin",
-    "pure_callback", "io_callback",
-    "xla_metadata_call",
-})  # fmt: skip
+AS_TRACED: frozenset[str] = names(Kind.FIXED, Kind.MANUAL) | {
+    "pallas_call", "ffi_call", "custom_linear_solve", "pure_callback", "io_callback",
+}  # fmt: skip
 
 
 def wide(dtype: Any) -> Any:

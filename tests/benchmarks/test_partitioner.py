@@ -31,8 +31,8 @@ from benchmarks.partitioner.run import (
 from benchmarks.partitioner.search import run_numbers, run_one, same_kind, shrink, simpler
 from benchmarks.partitioner.values import every_elementwise
 from benchmarks.partitioner.worker import Died, Settings, Worker
+from splitjax.primitives.table import OPERATIONS
 from splitjax.trace import tracer  # noqa: F401  (it fills the registry)
-from splitjax.trace.dims import DIM_RULES
 
 # Other programs with every release, so that in time more of them are tried than any one run could.
 SEED = f"{splitjax.__version__} {jax.__version__}"
@@ -172,10 +172,10 @@ def test_every_primitive_is_drawn_or_has_a_reason_not_to_be():
         ready = prepare(plainest(dataclasses.replace(elementwise, dtype="float32").with_params(params)))
         assert not isinstance(ready, Outcome), ready
         drawn.update(ready.primitives)
-    missing = [name for name in DIM_RULES.names() if name not in drawn and name not in NOT_DRAWN]
+    missing = [name for name in OPERATIONS.with_dims() if name not in drawn and name not in NOT_DRAWN]
     assert not missing
     assert all(len(reason) > 10 for reason in NOT_DRAWN.values())
-    assert set(NOT_DRAWN) <= set(DIM_RULES.names())
+    assert set(NOT_DRAWN) <= set(OPERATIONS.with_dims())
 
 
 def plainest(program: Draw) -> Draw:

@@ -14,6 +14,7 @@ from jax import lax
 import splitjax
 from splitjax import _compat
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
+from splitjax.lower.microbatch.pairing import pair
 from splitjax.lower.products.interpret import evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import flatten_calls
@@ -47,7 +48,7 @@ def renamed(closed, name):
     )
 
 
-CALLS = ("closed_call", "core_call", "core_closed_call", "call", "xla_call")
+CALLS = ("closed_call", "core_call", "core_closed_call", "call", "xla_call", "eval_jaxpr")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -63,6 +64,8 @@ def test_every_inlined_call_is_one_to_all_rooms(name):
     layout = StepLayout(make_mesh({"data": 1}), {}, frozenset({(0,)}))
     expected = product(X, W) + 1
     np.testing.assert_allclose(evaluate(layout, closed, [X, W])[0], expected, rtol=1e-6)
+    # Microbatches see the operations inside it.
+    assert [node.name for node in pair(closed, closed, "loss").body.nodes] == ["dot_general", "tanh", "add"]
     # A cut of the forward counts the equations behind it.
     assert [eqn.primitive.name for eqn in flatten_calls(closed).eqns] == ["dot_general", "tanh", "add"]
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.primitives.calls import call_body
-from splitjax.trace import tracer  # noqa: F401  (fills the registry)
-from splitjax.trace.dims import DIM_RULES, DimMap
+from splitjax.primitives.dims import DimMap
+from splitjax.primitives.table import OPERATIONS
 
 # Values move along a dim, or are mixed, and it stays what it is: splitting it is meaningful, permuting it is not.
 MOVES = {
@@ -61,7 +61,7 @@ class Equation:
     @property
     def dim_map(self) -> DimMap:
         shapes = [tuple(np.shape(v)) for v in self.operands], [tuple(np.shape(v)) for v in self.results]
-        return DIM_RULES.get(self.name)(*shapes, self.params)
+        return OPERATIONS[self.name].dims(*shapes, self.params)
 
     @property
     def signature(self) -> Any:

@@ -16,9 +16,8 @@ from jax.extend.core import primitives
 
 from splitjax import _compat
 from splitjax.primitives.calls import Kind, names
-from splitjax.trace.dims import DIM_RULES
-from splitjax.trace.dims_shape import common_factors
-from splitjax.trace.dims_unknown import NO_RULE
+from splitjax.primitives.dims_shape import common_factors
+from splitjax.primitives.table import OPERATIONS
 from tests.trace.oracle import Equation, equations, places, problems
 from tests.trace.programs import PROGRAMS
 
@@ -26,10 +25,10 @@ from tests.trace.programs import PROGRAMS
 NOT_RUN = set(
     """_branch _carry_back _carry_in _gradient _scan_in _scan_index _scan_out copy_p create_token debug_callback
     debug_print empty dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper empty2 eq_to geqrf select_and_scatter inspect_sharding layout_constraint le_to
-    log2 lt_to lu_pivots_to_permutation one_minus_square polynomial random_gamma_grad reciprocal reshard random_gamma
-    rng_uniform scaled_matmul scaled_matmul_wrapper shard_map threefry2x32 unvmap_all unvmap_any unvmap_max
-    with_memory_space_constraint xla_metadata_value zeros_like""".split()
+    dot_product_attention_fwd_wrapper empty2 eq_to from_edtype geqrf select_and_scatter inspect_sharding
+    layout_constraint le_to log2 lt_to lu_pivots_to_permutation one_minus_square polynomial random_gamma_grad
+    reciprocal reshard random_gamma rng_uniform scaled_matmul scaled_matmul_wrapper shard_map threefry2x32
+    to_edtype unvmap_all unvmap_any unvmap_max with_memory_space_constraint xla_metadata_value zeros_like""".split()
 )
 
 
@@ -50,7 +49,7 @@ def test_labels_run_along_each_other(name, seen):
         if one.signature not in seen and one.name not in names(Kind.SCAN, Kind.WHILE, Kind.COND, Kind.BOUNDARY)
     ]
     seen.update((one.signature, one.name) for one in new)
-    assert [one.name for one in new if one.name not in DIM_RULES] == []
+    assert [one.name for one in new if one.name not in OPERATIONS.with_dims()] == []
     assert problems(new) == []
 
 
@@ -58,15 +57,16 @@ def test_every_rule_was_run(seen):
     met = set(seen.values())
     if len(met) < 100:
         pytest.skip("needs all programs of the table")
-    assert set(DIM_RULES.names()) - met <= NOT_RUN
+    assert set(OPERATIONS.with_dims()) - met <= NOT_RUN
 
 
 def test_every_primitive_of_jax_is_accounted_for():
     known = {getattr(primitives, key).name for key in dir(primitives) if key.endswith("_p")}
-    seen_through = names() - names(Kind.MANUAL)
     assert len(known) > 150
-    assert {name for name in known if not (name in DIM_RULES or name in seen_through or name in NO_RULE)} == set()
-    assert {name for name in NO_RULE if name in DIM_RULES} == set()
+    refused = {name for name in OPERATIONS.names() if OPERATIONS[name].no_dims}
+    seen_through = names() - names(Kind.MANUAL)
+    assert known - {*OPERATIONS.with_dims(), *seen_through, *refused} == set()
+    assert refused & set(OPERATIONS.with_dims()) == set()
 
 
 def test_the_oracle_finds_a_wrong_rule():
@@ -74,7 +74,7 @@ def test_the_oracle_finds_a_wrong_rule():
         lambda x, y: x + y, np.ones((3, 3), "float32") * np.arange(3), np.arange(9, dtype="float32").reshape(3, 3)
     )
     assert problems([one]) == []
-    wrong = DIM_RULES.get("transpose")([(3, 3)], [(3, 3)], {"permutation": (1, 0)})
+    wrong = OPERATIONS["transpose"].dims([(3, 3)], [(3, 3)], {"permutation": (1, 0)})
     wrong = type(wrong)((*wrong.inputs, wrong.inputs[0]), wrong.outputs)
 
     class Wrong(Equation):
@@ -105,7 +105,7 @@ def test_reshape_shares_factors(source, data):
         return [np.reshape(v, target)]
 
     class Reshape(Equation):
-        dim_map = DIM_RULES.get("reshape")([tuple(source)], [tuple(target)], {"dimensions": None})
+        dim_map = OPERATIONS["reshape"].dims([tuple(source)], [tuple(target)], {"dimensions": None})
 
     assert problems([Reshape("reshape", {}, (x,), (x.reshape(target),), run)]) == []
 
@@ -126,18 +126,18 @@ def test_what_a_permutation_cannot_show():
 
 def test_an_element_of_a_factored_statistic_is_broadcast():
     """Same-rank operands of size 1 are an implicit broadcast, and still tie their other dims."""
-    rule = DIM_RULES.get("mul")([(4, 3), (4, 1), ()], [(4, 3)], {})
+    rule = OPERATIONS["mul"].dims([(4, 3), (4, 1), ()], [(4, 3)], {})
     assert rule.inputs == (((0,), (1,)), ((0,), ()), ())
     assert rule.joins
 
 
 def test_fused_attention_ties_heads_in_groups():
     shapes = [(2, 16, 8, 64), (2, 16, 4, 64), (2, 16, 4, 64), (0,), (0,), (0,), (0,), (0,), (0,), (0,)]
-    rule = DIM_RULES.get("dot_product_attention_fwd_wrapper")
+    rule = OPERATIONS["dot_product_attention_fwd_wrapper"].dims
     found = rule(shapes, [(2, 16, 8, 64), (2, 8, 16)], {"layout": 0})
     assert found.inputs[0] == (("b",), ("t",), ("n", "g"), ("h",)) and found.inputs[1][2] == ("n",)
     assert found.outputs == ((("b",), ("t",), ("n", "g"), ("v",)), (("b",), ("n", "g"), ("t",)))
-    back = DIM_RULES.get("dot_product_attention_bwd_wrapper")
+    back = OPERATIONS["dot_product_attention_bwd_wrapper"].dims
     found = back([*shapes, (2, 8, 16), shapes[0], shapes[0]], shapes[:3], {"layout": 0})
     assert (
         found.outputs[0] == found.inputs[0]

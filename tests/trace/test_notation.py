@@ -12,7 +12,9 @@ from jax.experimental import pallas as pl
 
 from splitjax import _compat
 from splitjax.errors import TraceError
-from splitjax.trace.dims import DIM_RULES, DimMap, from_notation, parse_notation, register_dims
+from splitjax.primitives.dims import DimMap, from_notation, parse_notation
+from splitjax.primitives.register import register_dims
+from splitjax.primitives.table import OPERATIONS
 from tests.trace.helpers import check, cross_entropy, graph_of, labels, trace_loss, zeros
 from tests.trace.models import VECTORS, B, C, D
 
@@ -28,7 +30,7 @@ def registered():
 
     yield register
     for name in names:
-        DIM_RULES.remove(name)
+        OPERATIONS.forget(name)
 
 
 def test_notation_parses():
@@ -57,7 +59,7 @@ def test_notation_that_does_not_parse(text, message):
     ) as info:
         register_dims("never_registered", text)
     assert text in str(info.value) and "remedy" in str(info.value)
-    assert "never_registered" not in DIM_RULES
+    assert "never_registered" not in OPERATIONS.with_dims()
 
 
 @pytest.mark.parametrize(
@@ -163,11 +165,11 @@ def test_a_rule_registered_before_the_first_trace_stays():
     """splitjax's own rules are loaded when a step is first traced: they do not replace a user's."""
     program = """
 import splitjax
-from splitjax.trace.dims import DIM_RULES
+from splitjax.primitives.table import OPERATIONS
 splitjax.register_dims("sin", "a b -> a b")
-mine = DIM_RULES.get("sin")
+mine = OPERATIONS["sin"].dims
 import splitjax.trace.tracer
-assert DIM_RULES.get("cos") is not None
-assert DIM_RULES.get("sin") is mine
+assert OPERATIONS["cos"].dims is not None
+assert OPERATIONS["sin"].dims is mine
 """
     subprocess.run([sys.executable, "-c", program], check=True)

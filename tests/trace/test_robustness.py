@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 from splitjax.lower.gradient import grad, value_and_grad
-from splitjax.trace.dims import DIM_RULES, register_dims
+from splitjax.primitives.register import register_dims
+from splitjax.primitives.table import OPERATIONS
 from tests.trace.helpers import (
     VALUE_AND_GRAD,
     check,
@@ -515,7 +516,7 @@ def test_foreign_calls_are_told_apart_by_name():
     try:
         graph = graph_of(step, MLP, VECTORS)
     finally:
-        DIM_RULES.remove("ffi_call:mine")
+        OPERATIONS.forget("ffi_call:mine")
     (unknown,) = graph.unknown
     assert unknown.primitive == "ffi_call:yours" and graph.is_example(unknown.operand_dims[0][0])
 

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import splitjax
-from splitjax.trace.dims import DIM_RULES
+from splitjax.primitives.table import OPERATIONS
 
 FACTOR = 2.0
 
@@ -33,7 +33,7 @@ def taught() -> Iterator[None]:
         yield
     finally:
         for primitive in (lying_p, honest_p):
-            DIM_RULES.remove(primitive.name)
+            OPERATIONS.forget(primitive.name)
 
 
 def _lower_lie(ctx, x):

@@ -18,9 +18,9 @@ from jax import lax
 from splitjax import _compat
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, NodeAnalysis
-from splitjax.lower.microbatch.example_relation import PARTIAL, Batch, Info
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, is_rebuilt, used_form
 from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, Ref, resized
+from splitjax.primitives.example_relation import PARTIAL, Batch, Info
 
 BEFORE, LOOP, AFTER, INSIDE = "before", "loop", "after", "inside"
 Env = dict[tuple[int, str], Any]  # (value number, form) -> array

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from splitjax.lower.microbatch.example_relation import ExampleDim
+from splitjax.primitives.example_relation import ExampleDim
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["microbatch", "places"], meta_fields=[])

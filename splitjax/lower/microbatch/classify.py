@@ -1,7 +1,7 @@
 """Finds how every value of a paired loss relates to the examples.
 
-`classify` walks a `PairedProgram` once, nested bodies included, and asks the rules of `example_rules` and
-`partial_rules` about each operation. What comes out, a `BodyAnalysis`, tells the evaluators which values a microbatch
+`classify` walks a `PairedProgram` once, nested bodies included, and asks the rules of `primitives.example_answers`
+about each operation. What comes out, a `BodyAnalysis`, tells the evaluators which values a microbatch
 can compute for itself, and a refusal which operation mixes examples.
 """
 
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.lower.microbatch import example_rules_mixing  # noqa: F401  (registers its rules)
 from splitjax.lower.microbatch.derivative_rules import WHY, check_rule
-from splitjax.lower.microbatch.example_relation import (
+from splitjax.lower.microbatch.pairing import Body, Const, Node, PairedProgram, Ref
+from splitjax.primitives.example_answers import answer, answer_partial
+from splitjax.primitives.example_question import Question, RuleOutcome, require_same_params
+from splitjax.primitives.example_relation import (
     EXAMPLES,
     LATER,
     PARTIAL,
@@ -27,9 +29,6 @@ from splitjax.lower.microbatch.example_relation import (
     Types,
     join,
 )
-from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, answer, require_same_params
-from splitjax.lower.microbatch.pairing import Body, Const, Node, PairedProgram, Ref
-from splitjax.lower.microbatch.partial_rules import answer_partial
 
 _MADE_OF_SHARED = "it makes values for single examples out of something shared"
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
-from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, SAME, Fact, Info, Mixed
 from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, pair
+from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, SAME, Fact, Info, Mixed
 
 WHY: str = "its own derivative rule depends on the number of examples, or combines them"
 

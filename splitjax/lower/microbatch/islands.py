@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec
 from splitjax.lower.microbatch.accumulate import LOOP, Bind, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
-from splitjax.lower.microbatch.example_relation import EXAMPLES, SAME
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
 from splitjax.lower.products.groups import MeshContext
+from splitjax.primitives.example_relation import EXAMPLES, SAME
 from splitjax.primitives.walk import Site
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.lower.microbatch.classify import BodyAnalysis, NodeAnalysis
-from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, Batch, Info
 from splitjax.lower.microbatch.pairing import Node, Ref
+from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, Batch, Info
 
 WHOLE, PART = "whole", "part"
 Need = tuple[int, str]  # (value, form)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
-from splitjax.lower.microbatch.example_relation import EXAMPLES, PARTIAL, ExampleDim, Info
 from splitjax.lower.microbatch.islands import Archipelago
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
 from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution, OperandFetch
+from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, ExampleDim, Info
 
 # (how the batch is cut, where the operand's examples are, the size of that dim) -> how its slices are brought in.
 MakeFetch = Callable[[Split, ExampleDim, int], OperandFetch]

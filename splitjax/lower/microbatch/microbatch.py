@@ -29,13 +29,13 @@ from splitjax.lower.boundary import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
-from splitjax.lower.microbatch.example_relation import EXAMPLES, LATER, Batch, Info, Reason
 from splitjax.lower.microbatch.islands import Archipelago, Request, find_island, stages
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, mark
 from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
 from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
 from splitjax.lower.microbatch.places import Runner, WorkerLoops
 from splitjax.mesh import MeshShape
+from splitjax.primitives.example_relation import EXAMPLES, LATER, Batch, Info, Reason
 
 
 def local_examples(

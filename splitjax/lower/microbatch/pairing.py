@@ -18,6 +18,7 @@ import numpy as np
 from splitjax import _compat
 from splitjax.errors import MicrobatchError
 from splitjax.primitives.calls import AS_IT_IS, Kind, call_body, inline_body, kind_of
+from splitjax.primitives.example_question import differing_params, is_same_constant
 from splitjax.primitives.walk import Site
 
 
@@ -36,7 +37,7 @@ class Const:
     @property
     def differs(self) -> bool:
         """Tells whether the two traces disagree on the value, which then comes from the number of examples."""
-        return not _same(self.whole, self.part)
+        return not is_same_constant(self.whole, self.part)
 
     @property
     def is_zero(self) -> bool:
@@ -244,36 +245,6 @@ def _source(eqn: Any, outer: str) -> str:
 def _first_difference(whole: Any, part: Any) -> Any:
     """Returns the first equation of `whole` whose counterpart is another primitive, None without such."""
     return next((a for a, b in zip(whole.eqns, part.eqns, strict=False) if a.primitive is not b.primitive), None)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Tells whether two constants are equal in shape and in every number."""
-    if a is b:
-        return True
-    try:
-        return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
-    except (TypeError, ValueError):
-        return False
-
-
-def differing_params(node: Node, allowed: frozenset[str]) -> list[str]:
-    """Returns the parameters of `node` whose values the two traces disagree on.
-
-    Left out are jaxprs, functions, and the parameters named in `allowed`."""
-    keys = []
-    for key, whole in node.whole.params.items():
-        part = node.part.params.get(key)
-        if key in allowed or whole is part or _compat.is_jaxpr(whole) or callable(whole):
-            continue
-        if isinstance(whole, tuple) and any(_compat.is_jaxpr(entry) or callable(entry) for entry in whole):
-            continue
-        try:
-            same = bool(whole == part)
-        except (TypeError, ValueError):
-            same = _same(whole, part)
-        if not same:
-            keys.append(key)
-    return keys
 
 
 def resized(node: Node, resize: Callable[[int, int], int]) -> Any:

@@ -19,9 +19,9 @@ from splitjax.lower.microbatch.accumulate import LOOP, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
-from splitjax.lower.microbatch.example_relation import PARTIAL, Info
 from splitjax.lower.microbatch.islands import Archipelago
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.primitives.example_relation import PARTIAL, Info
 
 
 class AnalysedBoundary(Protocol):

@@ -59,14 +59,14 @@ class _Transform:
     def forward(self, part: jax.Array, places: Mapping[str, jax.Array]) -> jax.Array:
         """Transforms a device's part of the operand to its part of the result."""
         split = self.split
-        whole = _sent(part, split.dims.operand_dtype, lambda part: self._brought(part, split.brought, places))
+        whole = _sent(part, split.dims.operand_dtype, lambda part: self._brought(part, split.brought))
         (result,) = _compat.bind_equation(self.eqn, (whole,))
         return _sent(result, split.dims.result_dtype, lambda result: self._parted(result, split.kept, places))
 
     def backward(self, cotangent: jax.Array, places: Mapping[str, jax.Array]) -> jax.Array:
         """Brings a device's part of the result's cotangent back to its part of the operand's."""
         split = self.split
-        cotangent = _sent(cotangent, split.dims.result_dtype, lambda part: self._brought(part, split.kept, places))
+        cotangent = _sent(cotangent, split.dims.result_dtype, lambda part: self._brought(part, split.kept))
         operand = self.eqn.invars[0].aval
         first = cotangent.ndim - split.dims.num_transformed
         whole = jax.ShapeDtypeStruct((*cotangent.shape[:first], *operand.shape[first:]), operand.dtype)
@@ -74,20 +74,14 @@ class _Transform:
         (of_operand,) = jax.linear_transpose(apply, whole)(cotangent)
         return _sent(of_operand, split.dims.operand_dtype, lambda part: self._parted(part, split.brought, places))
 
-    def _brought(self, part: jax.Array, dims: Sequence[int], places: Mapping[str, jax.Array]) -> jax.Array:
-        """Brings `dims` of a device's part together. One of which each device has a single element is summed up: a
-        gather would leave it in a memory layout that the CPU backend's transform does not take
-        ("IsMonotonicWithDim0Major")."""
+    def _brought(self, part: jax.Array, dims: Sequence[int]) -> jax.Array:
+        """Brings `dims` of a device's part together."""
         for dim in dims:
             axes = self.split.split[dim]
             if self.split.exchanges:
                 part = lax.all_to_all(part, axes, self._examples, dim, tiled=True)
-            elif part.shape[dim] == 1:
-                whole = (*part.shape[:dim], MeshShape.of(self.where.mesh).size(axes), *part.shape[dim + 1 :])
-                is_mine = lax.broadcasted_iota(jnp.int32, whole, dim) == self._place(axes, places)
-                part = lax.psum(jnp.where(is_mine, part, jnp.zeros((), part.dtype)), axes)
             else:
-                part = lax.all_gather(part, axes, axis=dim, tiled=True)
+                part = _gathered(part, axes, dim)
         return part
 
     def _parted(self, whole: jax.Array, dims: Sequence[int], places: Mapping[str, jax.Array]) -> jax.Array:
@@ -124,6 +118,17 @@ class _Transform:
         places_specs = {axis: PartitionSpec(axis) for axis in self.axes}
         with jax.named_scope(scope("product", self.split.layer)):
             return self.where.shard_map(fn, names, (specs[0], places_specs), specs[1])(value, places)
+
+
+def _gathered(part: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Gathers parts along `dim` over `axes`, as flat arrays.
+
+    A gather along a dim asks for a memory layout in which that dim varies slowest, and XLA hands it on to the
+    transforms before and after, of which the CPU backend's fail with it."""
+    shape = part.shape
+    flat = lax.all_gather(part.reshape(-1), axes, axis=0)
+    parts = jnp.moveaxis(flat.reshape(-1, *shape), 0, dim)
+    return parts.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def _sent(value: jax.Array, dtype: str, send: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -21,13 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax.lower.microbatch.example_relation import Mixed
-from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, rule
-from splitjax.lower.microbatch.example_rules_mixing import gather_outcome
 from splitjax.primitives.calls import Kind, bodies, kind_of, scan_parts
 from splitjax.primitives.walk import Site, equation_at
 
-PRIMITIVE: str = "splitjax_lookup"
+PRIMITIVE: str = "splitjax_lookup"  # the table of `primitives` knows it by this name
 
 
 def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any) -> list[Any]:
@@ -39,15 +36,6 @@ def _evaluate(table: Any, ids: Any, delta: Any, *, is_given: bool, **params: Any
 lookup_p: _compat.Primitive = _compat.define_primitive(
     PRIMITIVE, _evaluate, lambda table, ids, delta, **params: ([delta], _compat.NO_EFFECTS)
 )
-
-
-@rule(PRIMITIVE)
-def _lookup(q: Question) -> RuleOutcome:
-    """Says where the examples of a lookup are: as for the gather; the delta holds them where the gathered rows do."""
-    outcome = gather_outcome(dataclasses.replace(q, infos=q.infos[:2]))
-    if outcome.infos[0].layout != q.infos[2].layout:
-        raise Mixed("its rows and what is added to them hold examples in different places")
-    return outcome
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,6 @@ from splitjax.errors import MicrobatchError
 from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
 from splitjax.lower.microbatch.accumulate import Bind
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.microbatch.loop import MakeFetch
 from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
@@ -36,6 +35,7 @@ from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
+from splitjax.primitives.example_relation import ExampleDim
 from splitjax.primitives.walk import Site
 
 

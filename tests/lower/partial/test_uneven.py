@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from splitjax.lower.microbatch.example_relation import ExampleDim
 from splitjax.lower.partial.uneven import UnevenSplit
+from splitjax.primitives.example_relation import ExampleDim
 
 SHARES = (5, 2, 1)
 

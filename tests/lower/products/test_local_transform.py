@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import splitjax
+from splitjax.rules import Rule, RuleSet
 
 LENGTH, WIDTH = 8, 16
 
@@ -242,8 +243,7 @@ def test_layers_around_a_transform_are_split_to_fit_each_other():
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_a_split_dim_of_one_element_a_device(gradient):
-    """It is summed up: what a gather leaves is in a memory layout that the CPU backend's transform does not take, and
-    the step does not compile."""
+    """What a gather along such a dim leaves is in a memory layout that the CPU backend's transform does not take."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(2)
         params = {"up": jnp.asarray(rng.normal(size=(WIDTH, 4))), "down": jnp.asarray(rng.normal(size=(4, 8)))}
@@ -266,6 +266,27 @@ def test_a_split_dim_of_one_element_a_device(gradient):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, want)
         assert {leaf.path: leaf.spec for leaf in parallel.plan(params, batch()).leaves}["up"] == (None, "model")
+
+
+def test_a_split_dim_behind_another():
+    """A gather along a dim that is not the first asks for a memory layout that XLA hands on to the transforms around
+    it, where the CPU backend's fail to compile."""
+
+    def step(params, batch):
+        def loss(params):
+            filtered = lambda w: jnp.fft.irfftn(jnp.fft.rfftn(w) * 0.5, s=(8, 3, 6)) + w
+            return (jnp.sin(jax.vmap(filtered)(params["w"])) * batch["x"].mean()).sum()
+
+        value, gradients = splitjax.value_and_grad(loss)(params)
+        return {"w": params["w"] - gradients["w"]}, value
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params, examples = {"w": rng.normal(size=(2, 8, 3, 6))}, {"x": rng.normal(size=(8, 2))}
+        own = RuleSet("own", (Rule("w", path="w", shard={1: ("model",)}, ties="hard"),), replicated_batch="data")
+        parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules=own, donate=False)
+        got, want = parallel(params, examples), jax.jit(step)(params, examples)
+        np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=1e-10, atol=1e-12)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Registers dim rules: what a primitive does to the dims of its operands, as data that users extend.
+"""Defines dim rules: what an operation does to the dims of its operands, as labels, and the notation of these.
 
 Shapes and parameters of an operation go in, a `DimMap` comes out: per operand and per result, one tuple of labels
 per dim. Dims (or factors of dims) that carry the same label run along each other, as the letters of an einsum do; a
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from splitjax import _compat
 from splitjax.errors import TraceError
 
 Shape = tuple[int, ...]
@@ -49,96 +48,6 @@ class DimRule(Protocol):
     """Maps the shapes of an operation's operands and results, and the equation's parameters, to a `DimMap`."""
 
     def __call__(self, inputs: Shapes, outputs: Shapes, params: Params, /) -> DimMap: ...
-
-
-class Registry:
-    """Maps names of primitives to dim rules. `DIM_RULES` is the registry that splitjax fills and traces with; its own
-    rules are loaded with `trace.tracer`, when a step is first traced."""
-
-    def __init__(self) -> None:
-        self._rules: dict[str, DimRule] = {}
-        self._added: set[str] = set()
-
-    def add(self, names: str | Sequence[str], rule: DimRule) -> None:
-        """Registers `rule` for the primitive, or for each of the primitives, called `names`; it replaces an earlier
-        rule."""
-        for name in (names,) if isinstance(names, str) else names:
-            self._rules[name] = rule
-            self._added.add(name)
-
-    def add_default(self, names: Sequence[str], rule: DimRule) -> None:
-        """Registers `rule` for those of the primitives called `names` that nobody has added a rule for. The rules of
-        splitjax are loaded late, and must not replace what a user has registered before."""
-        self._rules.update({name: rule for name in names if name not in self._added})
-
-    def get(self, name: str) -> DimRule | None:
-        """Returns the rule of the primitive called `name`, or None where there is none."""
-        return self._rules.get(name)
-
-    def remove(self, name: str) -> None:
-        """Takes out the rule of the primitive called `name`, if there is one."""
-        self._rules.pop(name, None)
-        self._added.discard(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._rules
-
-    def names(self) -> tuple[str, ...]:
-        """Returns the names of all primitives with a rule, sorted."""
-        return tuple(sorted(self._rules))
-
-
-DIM_RULES: Registry = Registry()
-
-
-def rule_for(*names: str) -> Callable[[DimRule], DimRule]:
-    """Returns a decorator that registers splitjax's own rule for primitives of these `names`."""
-
-    def register(rule: DimRule) -> DimRule:
-        DIM_RULES.add_default(names, rule)
-        return rule
-
-    return register
-
-
-def register_dims(
-    primitive: str | _compat.Primitive,
-    rule: str | Callable[[Shapes, Shapes, Params], str | DimMap],
-    *,
-    mixing: bool = False,
-) -> None:
-    """Teaches splitjax what a primitive does to dims.
-
-    **Arguments:**
-
-    - `primitive`: the primitive's name, or the primitive itself.
-    - `rule`: a notation such as `"b i, i o -> b o"` (operands separated by commas, `->`, results separated by commas;
-      `(h d)` is a dim made of factors; `_` links nothing; `...` stands for leading dims that pair up), or a function
-      `(input_shapes, output_shapes, params) -> notation | DimMap`.
-    - `mixing`: for a notation, whether the operation combines values across a dim (a label that stands only among the
-      operands implies it).
-
-    Raises `TraceError` for a notation that does not parse. A later registration replaces an earlier one.
-    """
-    name = primitive if isinstance(primitive, str) else primitive.name
-    if isinstance(rule, str):
-        parse_notation(rule)  # fail here, not at the first trace
-        notation = rule
-        DIM_RULES.add(name, lambda inputs, outputs, _params: from_notation(notation, inputs, outputs, mixing))
-    elif callable(rule):
-
-        def call(inputs: Shapes, outputs: Shapes, params: Params, /) -> DimMap:
-            answer = rule(inputs, outputs, params)
-            return from_notation(answer, inputs, outputs, mixing) if isinstance(answer, str) else answer
-
-        DIM_RULES.add(name, call)
-    else:
-        raise TraceError(
-            "a dim rule is a notation or a function",
-            value=rule,
-            place=f"register_dims({name!r})",
-            remedy='write register_dims("my_primitive", "b i, i o -> b o")',
-        )
 
 
 _TOKEN = re.compile(r"\s*(\.\.\.|\(|\)|[A-Za-z_]\w*|\S)")

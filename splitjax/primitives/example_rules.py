@@ -1,161 +1,44 @@
-"""Holds the registry of rules that say what a primitive does with the dim that holds examples, and most of the rules.
+"""Says what operations that keep dims or move them do with the dim that holds examples.
 
 A rule sees one operation with at least one operand that holds examples (a `Question`), and answers with the relation of
-every result (a `RuleOutcome`), or raises `Mixed` with what the operation does to the examples. A primitive without rule
-is refused on the way to the loss, and computed for the whole batch elsewhere: never guessed.
+every result (a `RuleOutcome`), or raises `Mixed` with what the operation does to the examples. An operation that has
+neither a rule nor a dim rule that tells is refused on the way to the loss, and computed for the whole batch elsewhere:
+never guessed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
 
-from splitjax.lower.microbatch.example_relation import (
+from splitjax.primitives.elementwise import ELEMENTWISE
+from splitjax.primitives.example_question import SIZES, ExampleRule, Question, RuleOutcome, require_same_params
+from splitjax.primitives.example_relation import (
     EXAMPLES,
     PARTIAL,
-    Batch,
     ExampleDim,
     ExampleNumberColumn,
     Fact,
     Info,
     Mixed,
-    Types,
-    merge_layouts,
 )
-from splitjax.lower.microbatch.pairing import Node, differing_params
+from splitjax.primitives.table import example_rule
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Question:
-    """Describes one operation to a rule, with what is known of its operands.
-
-    - `node`: the operation in both traces. `infos`: the relations of its operands.
-    - `types_in`, `types_out`: the types of its operands and results in both traces.
-    - `batch`: the numbers of examples.
-    """
-
-    node: Node
-    infos: tuple[Info, ...]
-    types_in: tuple[Types, ...]
-    types_out: tuple[Types, ...]
-    batch: Batch
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The equation's parameters in the trace with the whole batch."""
-        return self.node.whole.params
-
-    def layout(self, position: int) -> ExampleDim | None:
-        """Returns where the operand at `position` holds examples, None where it holds none."""
-        return self.infos[position].layout
-
-    def required_layout(self, position: int) -> ExampleDim:
-        """Returns where the operand at `position` holds examples, which is known to hold some."""
-        return self.infos[position].required_layout
-
-    def shape(self, position: int) -> tuple[int, ...]:
-        """Returns the shape of the operand at `position` for the whole batch."""
-        return tuple(self.types_in[position][0].shape)
-
-    def carried(self, *positions: int) -> ExampleDim:
-        """Returns the common layout of the operands at `positions`, of all by default. Raises `Mixed` without such."""
-        chosen = positions or range(len(self.infos))
-        return merge_layouts([layout for i in chosen if (layout := self.infos[i].layout) is not None])
-
-    def spread(self, layout: ExampleDim, fact: Fact | ExampleNumberColumn | None = None) -> RuleOutcome:
-        """Answers that every result holds examples as an operand with `layout` does, in the dim where traces differ.
-
-        `fact`: what is known of the results' numbers. Raises `Mixed` where a result has no such dim."""
-        layouts = [self.batch.layout(types, layout) for types in self.types_out]
-        if any(result is None for result in layouts):
-            raise Mixed("it loses the dim that holds the examples")
-        return RuleOutcome(tuple(Info(False, EXAMPLES, result, fact=fact) for result in layouts))
-
-    def without_examples(self, *positions: int) -> None:
-        """Raises `Mixed` if an operand at one of the `positions`, which choose entries, holds examples."""
-        if any(self.infos[i].layout is not None for i in positions):
-            raise Mixed("which entries it takes depends on the example")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RuleOutcome:
-    """Holds a rule's answer: the results' relations, and what a microbatch does with the operands.
-
-    - `infos`: the relation of every result.
-    - `shares`: operands that are not sums over examples but are added to such a sum: each microbatch adds its share.
-    - `rows`: (operand, component) of indices that count examples; None where there are none.
-    - `draws`: the operation draws random bits by position, of which a microbatch draws its own.
-    """
-
-    infos: tuple[Info, ...]
-    shares: frozenset[int] = frozenset()
-    rows: tuple[int, int] | None = None
-    draws: bool = False
-
-
-Rule = Callable[[Question], RuleOutcome]
-RULES: dict[str, Rule] = {}  # by name of the primitive; filled by `rule`
-
-# Parameters that hold sizes: a part of the batch has its own.
-SIZES: frozenset[str] = frozenset(
-    {
-        "shape",
-        "new_sizes",
-        "sharding",
-        "out_sharding",
-        "sizes",
-        "limit_indices",
-        "start_indices",
-        "slice_sizes",
-        "length",
-        "dimensions",
-    }
+@example_rule(
+    *ELEMENTWISE - {"select_n"},
+    "bitcast_convert_type",
+    "expand_dims",
+    "pvary",
+    "random_bits",
+    "random_clone",
+    "random_seed",
+    "random_split",
+    "random_unwrap",
+    "random_wrap",
+    "squeeze",
+    "transpose",
 )
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Returns a decorator that registers a rule for the primitives called `names`, in place of what they had."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def answer(question: Question) -> RuleOutcome:
-    """Answers `question`, in which some operand holds examples, by the rule of its primitive.
-
-    Raises `Mixed` where the rule does, where there is none, and where the two traces have different parameters."""
-    known = RULES.get(question.node.name)
-    if known is None:
-        raise Mixed("splitjax does not know what this operation does to the examples")
-    require_same_params(question.node)
-    return known(question)
-
-
-def require_same_params(node: Node, allowed: frozenset[str] = SIZES) -> None:
-    """Raises `Mixed` if a parameter of `node` differs between the two traces, but for those named in `allowed`."""
-    names = differing_params(node, allowed)
-    if names:
-        raise Mixed(f"its parameter {names[0]!r} depends on the number of examples")
-
-
-ELEMENTWISE: str = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil"
-    " clamp clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp"
-    " exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt"
-    " max min mul name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary"
-    " random_clone random_fold_in random_gamma random_unwrap random_wrap real reduce_precision"
-    " regularized_incomplete_beta rem round rsqrt sharding_constraint shift_left shift_right_arithmetic"
-    " shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta to_edtype"
-    " from_edtype squeeze expand_dims transpose random_seed random_bits random_split"
-)
-
-
-@rule(*ELEMENTWISE.split())
 def _elementwise(q: Question) -> RuleOutcome:
     layout, num_operands = q.carried(), len(q.infos)
     for i, info in enumerate(q.infos):
@@ -170,18 +53,18 @@ def _elementwise(q: Question) -> RuleOutcome:
     return q.spread(layout, fact)
 
 
-@rule("select_n")
+@example_rule("select_n")
 def _select(q: Question) -> RuleOutcome:
     fact = q.infos[1].fact if q.infos[0].fact is Fact.FALSE else None
     return q.spread(q.carried(), fact)
 
 
-@rule("optimization_barrier")
+@example_rule("optimization_barrier")
 def _barrier(q: Question) -> RuleOutcome:
     return RuleOutcome(tuple(dataclasses.replace(info, live=False, fact=None) for info in q.infos))
 
 
-@rule("reduce_sum")
+@example_rule("reduce_sum")
 def _sum(q: Question) -> RuleOutcome:
     layout = q.carried()
     if layout.dim in q.params["axes"]:
@@ -189,7 +72,7 @@ def _sum(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-def _spectator(*params: str) -> Rule:
+def _spectator(*params: str) -> ExampleRule:
     """Returns the rule of operations that work along the dims which one of the parameters called `params` names.
 
     Operations without any of these parameters work along the last dim."""
@@ -211,16 +94,16 @@ def _spectator(*params: str) -> Rule:
     return check
 
 
-rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(
+example_rule("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin")(
     _spectator("axes")
 )
-rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")(_spectator("axis"))
-rule("sort")(_spectator("dimension"))
-rule("approx_top_k")(_spectator("reduction_dimension"))
-rule("rev")(_spectator("dimensions"))
+example_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")(_spectator("axis"))
+example_rule("sort")(_spectator("dimension"))
+example_rule("approx_top_k")(_spectator("reduction_dimension"))
+example_rule("rev")(_spectator("dimensions"))
 
 
-@rule("broadcast_in_dim")
+@example_rule("broadcast_in_dim")
 def _broadcast(q: Question) -> RuleOutcome:
     layout = q.carried()
     target = q.params["broadcast_dimensions"][layout.dim]
@@ -229,7 +112,7 @@ def _broadcast(q: Question) -> RuleOutcome:
     return q.spread(layout, q.infos[0].fact if isinstance(q.infos[0].fact, Fact) else None)
 
 
-@rule("reshape")
+@example_rule("reshape")
 def _reshape(q: Question) -> RuleOutcome:
     if q.params.get("dimensions") is not None:
         raise Mixed("it reorders dims while it reshapes")
@@ -251,7 +134,7 @@ def _reshape(q: Question) -> RuleOutcome:
     return RuleOutcome((Info(False, EXAMPLES, result, fact=own if keeps else None),))
 
 
-@rule("concatenate")
+@example_rule("concatenate")
 def _concatenate(q: Question) -> RuleOutcome:
     dim = q.params["dimension"]
     layout = q.carried()
@@ -270,20 +153,20 @@ def _concatenate(q: Question) -> RuleOutcome:
     return q.spread(dataclasses.replace(layout, major=sum(joined.major for joined in layouts), uniform=False))
 
 
-@rule("stack", "unstack")
+@example_rule("stack", "unstack")
 def _stack(q: Question) -> RuleOutcome:
     if q.node.name == "unstack" and q.params.get("axis", 0) == q.carried().dim:
         raise Mixed("it takes the examples apart")
     return q.spread(q.carried())
 
 
-@rule("tile")
+@example_rule("tile")
 def _tile(q: Question) -> RuleOutcome:
     layout = q.carried()
     return q.spread(dataclasses.replace(layout, major=layout.major * q.params["reps"][layout.dim]))
 
 
-@rule("slice")
+@example_rule("slice")
 def _slice(q: Question) -> RuleOutcome:
     layout, ours, theirs = q.carried(), q.node.whole.params, q.node.part.params
     dim, strides = layout.dim, q.params["strides"]
@@ -299,7 +182,7 @@ def _slice(q: Question) -> RuleOutcome:
     return q.spread(dataclasses.replace(layout, major=(limit - start) // unit))
 
 
-@rule("split")
+@example_rule("split")
 def _split(q: Question) -> RuleOutcome:
     layout = q.carried()
     if q.params["axis"] != layout.dim:
@@ -314,7 +197,7 @@ def _split(q: Question) -> RuleOutcome:
     return RuleOutcome(tuple(infos))
 
 
-@rule("dynamic_slice")
+@example_rule("dynamic_slice")
 def _dynamic_slice(q: Question) -> RuleOutcome:
     layout = q.carried(0)
     q.without_examples(*range(1, len(q.infos)))
@@ -323,7 +206,7 @@ def _dynamic_slice(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-@rule("dynamic_update_slice")
+@example_rule("dynamic_update_slice")
 def _dynamic_update_slice(q: Question) -> RuleOutcome:
     q.without_examples(*range(2, len(q.infos)))
     layout = q.carried(0, 1)
@@ -332,7 +215,7 @@ def _dynamic_update_slice(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-@rule("pad")
+@example_rule("pad")
 def _pad(q: Question) -> RuleOutcome:
     layout = q.carried(0)
     q.without_examples(1)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitjax.trace.dims import DimMap, Label, Labels, Params, Shape, Shapes, rule_for
+from splitjax.primitives.dims import DimMap, Label, Labels, Params, Shape, Shapes
+from splitjax.primitives.table import dim_rule
 
 Factors = tuple[Label, ...]  # the labels of a dim
 Dims = Sequence[int]
@@ -15,7 +16,7 @@ Dims = Sequence[int]
 DotNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 
 
-@rule_for("dot_general")
+@dim_rule("dot_general")
 def dot_general(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     """Labels a dot of two operands, the first two of `inputs`, by `params["dimension_numbers"]`.
 
@@ -42,7 +43,7 @@ def _dot_labels(inputs: Shapes, numbers: DotNumbers) -> tuple[list[Factors], lis
     return left, right, out
 
 
-@rule_for("ragged_dot_general")
+@dim_rule("ragged_dot_general")
 def ragged_dot(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels a dot whose left operand has a dim in groups of given sizes: `inputs` are left, right and group sizes.
 
@@ -66,7 +67,7 @@ def ragged_dot(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap((tuple(left), tuple(right), sizes, *rest), (tuple(out),), mixing=True)
 
 
-@rule_for("conv_general_dilated")
+@dim_rule("conv_general_dilated")
 def convolution(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     """Labels a convolution of data and kernel, the two `inputs`, by `params["dimension_numbers"]` and the group counts.
 
@@ -107,7 +108,7 @@ def _is_point(window: int, params: Params, k: int) -> bool:
     )
 
 
-@rule_for("gather")
+@dim_rule("gather")
 def gather(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels a lookup: `inputs` are operand and indices, and `params` say where dims of both stand in `outputs[0]`.
 
@@ -135,7 +136,7 @@ def gather(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap((labels_operand, labels_indices), (tuple(out),), mixing=True)
 
 
-@rule_for("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+@dim_rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     """Labels a scatter: `inputs` are operand, indices and updates, and `params["dimension_numbers"]` says how they
     meet.
@@ -163,7 +164,7 @@ def scatter(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     return DimMap((whole, tuple((indices[d],) for d in range(len(inputs[1]))), tuple(updates)), (whole,), mixing=True)
 
 
-@rule_for("triangular_solve")
+@dim_rule("triangular_solve")
 def triangular_solve(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels a x = b, or x a = b without `params["left_side"]`: `inputs` are a and b, `outputs` x.
 
@@ -178,7 +179,7 @@ def triangular_solve(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap((labels("a"), labels("b")), (labels("x"),), mixing=True)
 
 
-@rule_for("tridiagonal_solve")
+@dim_rule("tridiagonal_solve")
 def tridiagonal_solve(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels `inputs` of three diagonals (..., n) and right-hand sides (..., n, m), and `outputs` like the latter."""
     lead = len(inputs[3]) - 2
@@ -189,7 +190,7 @@ def tridiagonal_solve(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMa
     return DimMap(tuple(labels(f"in{k}", s) for k, s in enumerate(inputs)), (labels("x", outputs[0]),), mixing=True)
 
 
-@rule_for(
+@dim_rule(
     "cholesky",
     "qr",
     "eigh",
@@ -216,7 +217,7 @@ def matrices(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     return DimMap(ins, tuple(labels(f"out{k}", s) for k, s in enumerate(outputs)), mixing=True)
 
 
-@rule_for("fft")
+@dim_rule("fft")
 def fourier_transform(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels the one array of `inputs` and that of `outputs`: all dims run through, but for one whose size changes (the
     last of a transform from or to real numbers).

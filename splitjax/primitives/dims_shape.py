@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 
-from splitjax.trace.dims import DimMap, Label, Labels, Params, Shape, Shapes, rule_for
+from splitjax.primitives.dims import DimMap, Label, Labels, Params, Shape, Shapes
+from splitjax.primitives.table import dim_rule
 
 Factors = tuple[Label, ...]  # the labels of a dim
 
@@ -18,7 +19,7 @@ def _all(shape: Shape) -> Labels:
     return tuple((i,) for i in range(len(shape)))
 
 
-@rule_for("reshape")
+@dim_rule("reshape")
 def reshape(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels runs of dims of `inputs[0]` and `outputs[0]` with equal products; within a run both sides are cut into
     common factors.
@@ -106,7 +107,7 @@ def _share(left: Sequence[int], right: Sequence[int], sizes: MutableMapping[Labe
     return out
 
 
-@rule_for("tile")
+@dim_rule("tile")
 def tile(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     """Labels a dim that is repeated, by `params["reps"]`, as (repetition, the dim of `inputs[0]`)."""
     out: list[Factors] = []
@@ -117,7 +118,7 @@ def tile(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     return DimMap((_all(inputs[0]),), (tuple(out),), sizes=sizes)
 
 
-@rule_for("broadcast_in_dim")
+@dim_rule("broadcast_in_dim")
 def broadcast_in_dim(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels dim i of `inputs[0]` like dim `params["broadcast_dimensions"][i]` of `outputs[0]`, unless it is stretched
     from 1."""
@@ -126,20 +127,20 @@ def broadcast_in_dim(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap((source, *(_private(k, s) for k, s in enumerate(inputs[1:], 1))), (_all(outputs[0]),))
 
 
-@rule_for("transpose")
+@dim_rule("transpose")
 def transpose(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     """Labels dim i of the result like dim `params["permutation"][i]` of `inputs[0]`."""
     return DimMap((_all(inputs[0]),), (tuple((p,) for p in params["permutation"]),))
 
 
-@rule_for("squeeze")
+@dim_rule("squeeze")
 def squeeze(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     """Drops the dims of `inputs[0]` among `params["dimensions"]`, which are of size 1."""
     gone = {d % len(inputs[0]) for d in params["dimensions"]}
     return DimMap((_all(inputs[0]),), (tuple((i,) for i in range(len(inputs[0])) if i not in gone),))
 
 
-@rule_for(
+@dim_rule(
     "slice",
     "dynamic_slice",
     "pad",
@@ -171,7 +172,7 @@ def resize(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap(ins, outs)
 
 
-@rule_for("dynamic_update_slice")
+@dim_rule("dynamic_update_slice")
 def dynamic_update_slice(inputs: Shapes, _outputs: Shapes, _params: Params) -> DimMap:
     """Labels the result like the operand, `inputs[0]`; the update, `inputs[1]`, runs along whole dims."""
     operand, update = inputs[0], inputs[1]
@@ -179,7 +180,7 @@ def dynamic_update_slice(inputs: Shapes, _outputs: Shapes, _params: Params) -> D
     return DimMap((_all(operand), part, *(_private(k, s) for k, s in enumerate(inputs[2:], 2))), (_all(operand),))
 
 
-@rule_for("concatenate")
+@dim_rule("concatenate")
 def concatenate(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels `inputs` and `outputs` alike but for `params["dimension"]`, along which operands are laid end to end."""
     along = params["dimension"]
@@ -190,7 +191,7 @@ def concatenate(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap(tuple(labels(f"in{k}", s) for k, s in enumerate(inputs)), tuple(labels("out", s) for s in outputs))
 
 
-@rule_for("stack")
+@dim_rule("stack")
 def stack(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels `inputs` like `outputs[0]` without the new dim that stands at `params["axis"]`."""
     along = params.get("axis", params.get("dimension", 0)) % len(outputs[0])
@@ -198,7 +199,7 @@ def stack(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap(tuple(inner for _ in inputs), (_all(outputs[0]),))
 
 
-@rule_for("unstack")
+@dim_rule("unstack")
 def unstack(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels `outputs` like `inputs[0]` without the dim at `params["axis"]`."""
     along = params.get("axis", params.get("dimension", 0)) % len(inputs[0])
@@ -206,13 +207,13 @@ def unstack(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap((_all(inputs[0]),), tuple(inner for _ in outputs))
 
 
-@rule_for("bitcast_convert_type")
+@dim_rule("bitcast_convert_type")
 def bitcast(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels `inputs[0]` and `outputs[0]` alike but for a last dim that a change of width adds or takes."""
     return DimMap((_all(inputs[0]),), (_all(outputs[0]),))
 
 
-@rule_for("select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
+@dim_rule("select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
 def select_window(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels pooling's derivative: dims whose window in `params["window_dimensions"]` is 1 run through `inputs` and
     `outputs`.

@@ -1,7 +1,7 @@
 """Says what operations that combine dims do with the dim that holds examples.
 
 Products, convolutions, windows, linear algebra, lookups and scatters: their rules, which importing this module adds to
-the registry of `example_rules`, whose questions they answer.
+the table.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from splitjax.lower.microbatch.example_relation import (
+from splitjax.primitives.example_question import Question, RuleOutcome, require_same_params
+from splitjax.primitives.example_relation import (
     PARTIAL,
     ExampleDim,
     ExampleNumberColumn,
@@ -18,10 +19,10 @@ from splitjax.lower.microbatch.example_relation import (
     Mixed,
     merge_layouts,
 )
-from splitjax.lower.microbatch.example_rules import Question, RuleOutcome, require_same_params, rule
+from splitjax.primitives.table import example_rule
 
 
-@rule("dot_general")
+@example_rule("dot_general")
 def _dot(q: Question) -> RuleOutcome:
     contracting, batch = q.params["dimension_numbers"]
     left, right = q.layout(0), q.layout(1)
@@ -39,7 +40,7 @@ def _dot(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-@rule("conv_general_dilated")
+@example_rule("conv_general_dilated")
 def _conv(q: Question) -> RuleOutcome:
     layout = q.carried()
     if q.layout(0) is None or q.layout(1) is not None:
@@ -52,7 +53,7 @@ def _conv(q: Question) -> RuleOutcome:
 _WINDOWS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
 
 
-@rule(
+@example_rule(
     "reduce_window",
     "reduce_window_sum",
     "reduce_window_max",
@@ -71,7 +72,7 @@ def _window(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-@rule(
+@example_rule(
     "cholesky",
     "triangular_solve",
     "eigh",
@@ -91,7 +92,7 @@ def _linear_algebra(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-@rule("fft")
+@example_rule("fft")
 def _fft(q: Question) -> RuleOutcome:
     layout = q.carried()
     if layout.dim >= len(q.shape(0)) - len(q.params["fft_lengths"]):
@@ -99,8 +100,8 @@ def _fft(q: Question) -> RuleOutcome:
     return q.spread(layout)
 
 
-@rule("gather")
-def gather_outcome(q: Question) -> RuleOutcome:
+@example_rule("gather")
+def gather(q: Question) -> RuleOutcome:
     """Answers the question `q` about a gather: a lookup of rows, or of each example's own entries.
 
     Raises `Mixed` where it takes some of the examples, or entries of other examples than the index's."""
@@ -116,6 +117,16 @@ def gather_outcome(q: Question) -> RuleOutcome:
         return q.spread(operand)
     rows = _own_entries(q, numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map)
     return RuleOutcome(q.spread(_common(q, 0, 1)).infos, rows=rows)
+
+
+@example_rule("splitjax_lookup")
+def _lookup(q: Question) -> RuleOutcome:
+    """Answers about a lookup of `lower.tables.lookups`: as for the gather that it stands for; what is added to its
+    rows, operand 2, holds the examples where they do."""
+    outcome = gather(dataclasses.replace(q, infos=q.infos[:2]))
+    if outcome.infos[0].layout != q.infos[2].layout:
+        raise Mixed("its rows and what is added to them hold examples in different places")
+    return outcome
 
 
 def _common(q: Question, *positions: int) -> ExampleDim:
@@ -148,7 +159,7 @@ def _own_entries(
     return 1, component
 
 
-@rule(
+@example_rule(
     "scatter",
     "scatter-add",
     "scatter_add",

@@ -6,12 +6,13 @@ Shapes go in and labels come out, as `dims.DimRule` says; importing the module r
 
 from __future__ import annotations
 
-from splitjax.trace.dims import DimMap, Label, Labels, Params, Shape, Shapes, from_notation, rule_for
+from splitjax.primitives.dims import DimMap, Label, Labels, Params, Shape, Shapes, from_notation
+from splitjax.primitives.table import dim_rule
 
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_fwd"})
 
 
-@rule_for(*FUSED_ATTENTION, "dot_product_attention_bwd_wrapper", "dot_product_attention_bwd")
+@dim_rule(*FUSED_ATTENTION, "dot_product_attention_bwd_wrapper", "dot_product_attention_bwd")
 def fused_attention(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Labels cuDNN's attention behind `jax.nn.dot_product_attention(implementation="cudnn")`.
 
@@ -49,7 +50,7 @@ def fused_attention(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap(tuple(ins), tuple(outs), mixing=True, sizes=sizes)
 
 
-@rule_for("scaled_matmul_wrapper", "scaled_matmul")
+@dim_rule("scaled_matmul_wrapper", "scaled_matmul")
 def scaled_matmul(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels block-scaled products: `inputs` (b, m, k) and (b, n, k) with scales (b, m, k / block) and (b, n, k /
     block) make `outputs` (b, m, n)."""

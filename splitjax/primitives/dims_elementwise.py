@@ -8,24 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from splitjax.trace.dims import DimMap, Labels, Params, Shape, Shapes, rule_for
-
-_ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter
-not one_minus_square or polygamma polynomial population_count pow random_fold_in random_gamma random_gamma_grad real
-reciprocal regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-sign sin sinh sqrt square sub tan tanh threefry2x32 xor zeta
-""".split()
-
-_IDENTITY = """
-copy copy_p device_put layout_constraint name reduce_precision reshard sharding_constraint stop_gradient
-with_memory_space_constraint xla_metadata_value zeros_like
-""".split()
+from splitjax.primitives.dims import DimMap, Labels, Params, Shape, Shapes
+from splitjax.primitives.elementwise import ELEMENTWISE
+from splitjax.primitives.table import dim_rule
 
 
-@rule_for(*_ELEMENTWISE, *_IDENTITY)
+@dim_rule(*ELEMENTWISE)
 def elementwise(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels dim i of all `outputs` like dim i of every one of `inputs` that has their rank.
 
@@ -44,7 +32,7 @@ def elementwise(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     )
 
 
-@rule_for("optimization_barrier")
+@dim_rule("optimization_barrier")
 def pairwise(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels the dims of every one of `outputs` like those of the one of `inputs` at its position."""
     ins = tuple(tuple(((k, i),) for i in range(len(shape))) for k, shape in enumerate(inputs))
@@ -52,7 +40,7 @@ def pairwise(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     return DimMap(ins, outs)
 
 
-@rule_for(
+@dim_rule(
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"
 )
 def reduction(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
@@ -61,7 +49,7 @@ def reduction(inputs: Shapes, _outputs: Shapes, params: Params) -> DimMap:
     return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in kept),))
 
 
-@rule_for("reduce")
+@dim_rule("reduce")
 def general_reduction(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Keeps the dims of `lax.reduce`'s operands that are not among `params["dimensions"]`, the same in all `outputs`.
 
@@ -73,13 +61,13 @@ def general_reduction(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap
     return DimMap(operands, tuple(kept for _ in outputs))
 
 
-@rule_for("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort")
+@dim_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort")
 def along_a_dim(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels `inputs` and `outputs` alike: values move along one dim, and the dims stay what they are."""
     return DimMap(_by_position(inputs), _by_position(outputs))
 
 
-@rule_for("top_k", "approx_top_k")
+@dim_rule("top_k", "approx_top_k")
 def top_k(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     """Keeps all dims of `inputs[0]` in all `outputs` but the searched one: the last, unless `params` name another."""
     rank = len(inputs[0])
@@ -89,7 +77,7 @@ def top_k(inputs: Shapes, outputs: Shapes, params: Params) -> DimMap:
     return DimMap((source,), tuple(labels for _ in outputs))
 
 
-@rule_for(
+@dim_rule(
     "iota",
     "empty",
     "empty2",
@@ -109,7 +97,7 @@ def creation(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     return _unlinked(inputs, outputs)
 
 
-@rule_for("random_bits", "random_split", "random_wrap", "random_unwrap", "random_clone", "random_seed")
+@dim_rule("random_bits", "random_split", "random_wrap", "random_unwrap", "random_clone", "random_seed")
 def random(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Keeps the dims of a batch of keys, seeds or raw keys, `inputs[0]`, at the front of `outputs[0]`, whose further
     dims are what each key gives."""
@@ -121,7 +109,7 @@ def random(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     return DimMap((labels[0],), (labels[1],))
 
 
-@rule_for("rng_bit_generator")
+@dim_rule("rng_bit_generator")
 def bit_generator(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels the key that goes in (`inputs[0]`) and comes out (`outputs[0]`) alike; the bits, `outputs[1]`, are new."""
     key: Labels = tuple((("key", i),) for i in range(len(inputs[0])))
@@ -140,38 +128,38 @@ def _unlinked(inputs: Shapes, outputs: Shapes) -> DimMap:
     return DimMap(ins, outs)
 
 
-@rule_for("shard_map", "custom_linear_solve")
+@dim_rule("shard_map", "custom_linear_solve")
 def opaque(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Links nothing between `inputs` and `outputs`: XLA or the user places these themselves."""
     return dataclasses.replace(_unlinked(inputs, outputs), mixing=True)
 
 
-@rule_for("_scan_in")
+@dim_rule("_scan_in")
 def scan_in(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels `outputs[0]` as a slice of the scanned `inputs[0]`, whose leading dim is gone."""
     return DimMap((tuple((i,) for i in range(-1, len(inputs[0]) - 1)),), (tuple((i,) for i in range(len(outputs[0]))),))
 
 
-@rule_for("_scan_out")
+@dim_rule("_scan_out")
 def scan_out(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels `outputs[0]` as the results `inputs[0]` of all iterations, stacked in front."""
     return DimMap((tuple((i,) for i in range(len(inputs[0]))),), (tuple((i,) for i in range(-1, len(outputs[0]) - 1)),))
 
 
-@rule_for("_scan_index")
+@dim_rule("_scan_index")
 def scan_index(inputs: Shapes, _outputs: Shapes, _params: Params) -> DimMap:
     """Labels the leading dims of all `inputs` alike: they count iterations. The others have nothing to do with each
     other."""
     return DimMap(tuple((("index",), *((f"in{k}.{i}",) for i in range(1, len(s)))) for k, s in enumerate(inputs)), ())
 
 
-@rule_for("_carry_in", "_carry_back", "_branch")
+@dim_rule("_carry_in", "_carry_back", "_branch")
 def handed_on(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels `inputs` and `outputs` alike: the result is the same array under another name."""
     return DimMap(_by_position(inputs), _by_position(outputs))
 
 
-@rule_for("_gradient")
+@dim_rule("_gradient")
 def gradient(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
     """Labels the gradient, `outputs[0]`, like `inputs[0]` that it is taken for; the loss, `inputs[1]`, is a scalar."""
     return DimMap((tuple((i,) for i in range(len(inputs[0]))), ()), (tuple((i,) for i in range(len(outputs[0]))),))

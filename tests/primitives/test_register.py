@@ -1,0 +1,191 @@
+"""`register_primitive`: operations of one's own under every option, with the numbers of one device, and its errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import splitjax
+from splitjax.errors import MicrobatchError, TraceError
+from splitjax.primitives.operation import Examples, Linear, Linearity, RowAction
+from splitjax.primitives.table import OPERATIONS
+from tests.primitives.own import forgotten, normalise_p, product_p, total_p, wave_p
+
+NUM_EXAMPLES, IN, HIDDEN, OUT = 32, 16, 32, 8
+
+
+@pytest.fixture(autouse=True)
+def precise():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def taught():
+    """Teaches the dims of the primitives that the step uses, and nothing else."""
+    with forgotten(wave_p, product_p, normalise_p):
+        splitjax.register_primitive(wave_p, dims="... -> ...")
+        splitjax.register_primitive(product_p, dims="b i, i o -> b o")
+        splitjax.register_primitive(normalise_p, dims="b f -> b f", along="f")
+        yield
+
+
+def params():
+    draw = np.random.default_rng(0).normal
+    shapes = {"a": (IN, HIDDEN), "mid": (HIDDEN, HIDDEN), "out": (HIDDEN, OUT)}
+    return {name: jnp.asarray(draw(size=shape) / 4) for name, shape in shapes.items()}
+
+
+def batch():
+    draw = np.random.default_rng(1).normal
+    return {"x": jnp.asarray(draw(size=(NUM_EXAMPLES, IN))), "y": jnp.asarray(draw(size=(NUM_EXAMPLES, OUT)))}
+
+
+def _own(x, w):
+    return normalise_p.bind(wave_p.bind(product_p.bind(x, w)))
+
+
+def _scanned(x, w):
+    return jax.lax.scan(lambda carry, _: (_own(carry, w), None), x, None, length=2)[0]
+
+
+BODIES = {"plain": _own, "remat": jax.checkpoint(_own), "scan": _scanned}
+
+
+def make_step(body="plain", microbatches=None):
+    def loss(p, b):
+        x = BODIES[body](jnp.tanh(b["x"] @ p["a"]), p["mid"])
+        return ((x @ p["out"] - b["y"]) ** 2).sum(-1).mean()
+
+    def step(p, b):
+        value, gradient = splitjax.value_and_grad(loss, microbatches=microbatches)(p, b)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradient), value
+
+    return step
+
+
+def run(step):
+    state, losses = params(), []
+    for _ in range(2):
+        state, loss = step(state, batch())
+        losses.append(float(loss))
+    return jax.tree.map(np.asarray, state), losses
+
+
+def same_numbers(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+FULL = splitjax.PartialBackprop(depths=(1.0,) * 4)
+MODEL = {"data": 2, "model": 4}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"data": 8}, "rules": "data_parallel"},
+        {"mesh": MODEL, "rules": "splitbrain"},
+        {"mesh": MODEL, "rules": "megatron"},
+        {"mesh": {"data": 8}, "rules": "fsdp"},
+        {"mesh": {"data": 8}, "shard_state": True},
+        {"mesh": {"data": 4}, "backprop": FULL},
+        {"mesh": {"data": 4}, "backprop": splitjax.PartialBackprop(depths=(1.0,) * 4, execution="program")},
+    ],
+    ids=["data_parallel", "splitbrain", "megatron", "fsdp", "shard_state", "branches", "programs"],
+)
+def test_dims_are_enough_for_every_option(options, taught):
+    step = make_step()
+    same_numbers(run(splitjax.parallelize(step, **options)), run(jax.jit(step)))
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_dims_are_enough_for_microbatches(body, microbatches, taught):
+    """With 8 microbatches on 4 devices each holds a single example, which JAX may trace otherwise."""
+    step = make_step(body, microbatches)
+    same_numbers(run(splitjax.parallelize(step, mesh={"data": 4})), run(jax.jit(make_step(body))))
+
+
+def test_microbatches_beside_split_layers(taught):
+    step = make_step(microbatches=2)
+    same_numbers(run(splitjax.parallelize(step, mesh=MODEL, rules="splitbrain")), run(jax.jit(make_step())))
+
+
+def _total_step(microbatches=None):
+    def loss(p, b):
+        return (total_p.bind(b["x"] @ p["a"]) * jnp.arange(HIDDEN)).sum() / NUM_EXAMPLES
+
+    def step(p, b):
+        value, gradient = splitjax.value_and_grad(loss, microbatches=microbatches)(p, b)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradient), value
+
+    return step
+
+
+def test_a_linear_contraction_of_examples_is_a_sum_over_them():
+    with forgotten(total_p):
+        splitjax.register_primitive(total_p, dims="b f -> f", linear=True)
+        got = run(splitjax.parallelize(_total_step(4), mesh={"data": 2}))
+        same_numbers(got, run(jax.jit(_total_step())))
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"dims": "b f -> f"}, "not known to add them up"),
+        ({"dims": "b f -> f", "linear": True, "examples": Examples.MIXED}, "does not know"),
+        ({"dims": "b f -> f", "linear": Linear(Linearity.TOGETHER, fixed=(0,))}, "not linear in all"),
+    ],
+)
+def test_a_contraction_of_examples_that_is_no_sum_is_refused(facts, message):
+    with forgotten(total_p), pytest.raises(MicrobatchError, match=message):
+        splitjax.register_primitive(total_p, **facts)
+        run(splitjax.parallelize(_total_step(4), mesh={"data": 2}))
+
+
+def test_examples_that_an_operation_works_along_are_refused(taught):
+    splitjax.register_primitive(normalise_p, along="b", replace=True)
+    with pytest.raises(MicrobatchError, match="works along the dim that holds the examples"):
+        run(splitjax.parallelize(make_step(microbatches=2), mesh={"data": 2}))
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({}, "nothing says what it does to dims"),
+        ({"dims": 3}, "a dim rule is a notation or a function"),
+        ({"dims": "b f -> b f", "along": "g"}, "no label 'g'"),
+        ({"dims": "b f -> b f", "linear": Linear(Linearity.EACH, operands=(1,))}, "no operand 1"),
+        ({"dims": "a, a -> a", "linear": Linear(Linearity.EACH, operands=(0,), fixed=(0,))}, "both linear and fixed"),
+        ({"dims": "a, a -> a", "linear": Linearity.PAIRED}, "differ in number"),
+        ({"dims": "a -> a", "linear": "yes"}, "True, a Linearity or a Linear"),
+        ({"dims": "b f -> f", "elementwise": True}, "same labels on both sides"),
+        ({"dims": "b f -> b f", "elementwise": True, "along": "f"}, "works along no dim"),
+        ({"dims": "b f -> b f", "examples": "apart"}, "a function or an Examples"),
+        ({"dims": "b f -> b f", "traits": ["elementwise"]}, "a trait is a Trait"),
+        ({"dims": "b f -> b f", "rows": RowAction.ARRANGES}, "which rows it keeps"),
+    ],
+)
+def test_facts_that_cannot_be(facts, message):
+    with pytest.raises(TraceError, match=message) as info:
+        splitjax.register_primitive("never_registered", **facts)
+    assert info.value.remedy and "never_registered" in info.value.place
+    assert "never_registered" not in OPERATIONS
+
+
+def test_a_known_primitive_is_taught_anew_only_if_told():
+    with pytest.raises(TraceError, match="known already"):
+        splitjax.register_primitive("sin", dims="... -> ...")
+    stated = OPERATIONS["sin"]
+    with forgotten("sin"):
+        splitjax.register_primitive("sin", along="f", dims="... f -> ... f", replace=True)
+        assert OPERATIONS["sin"].along == {"f"} and OPERATIONS["sin"].traits == stated.traits
+    assert OPERATIONS["sin"] is stated
+
+
+def test_a_fact_is_stated_once():
+    with pytest.raises(ValueError, match="'dims' of 'sin' is stated twice"):
+        OPERATIONS.state("sin", dims=OPERATIONS["cos"].dims)
