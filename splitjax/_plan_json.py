@@ -7,10 +7,12 @@ leaf, each is a `PlanError` with the key path (`leaves[3].spec[1]`).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from splitjax._plan_parts import LeafPlan, PlanParts, Spec, spec_axes
-from splitjax.codec import Called, Codec, Form, Wording, similar
+from splitjax._plan_parts import Collective, LeafPlan, PlanParts, Spec, spec_axes
+from splitjax._plan_purpose import Purpose
+from splitjax.codec import Called, Codec, Form, Wording, fields_of, similar
 from splitjax.errors import MeshError, PlanError
 from splitjax.mesh import MeshShape
 
@@ -35,6 +37,43 @@ def _read_mesh(codec: Codec[Any], value: Any, place: str) -> MeshShape:
 MESH_FORM: Form[MeshShape] = Form(lambda mesh: mesh.axes, _read_mesh)
 
 
+def _write_collective(collective: Collective) -> dict[str, Any]:
+    fields = fields_of(collective)
+    purpose = fields.pop("purpose")
+    told = purpose == Purpose.told(purpose.words)
+    return {**fields, "why": collective.why, **({} if told else {"purpose": purpose})}
+
+
+def _read_collective(codec: Codec[Any], values: Any, place: str) -> Collective:
+    known = codec.object(Collective, values, place)
+    if "why" not in known:
+        codec.fail(codec.wording.missing(Collective), "why", f"{place}.why", "add 'why': what it is for, in words")
+    words = codec.hinted(str, known.pop("why"), f"{place}.why")
+    if "purpose" in known:
+        return Collective(**codec.arguments(Collective, known, place))
+    # Plans of versions before have the sentence alone: it is kept as it is, for nothing may be read out of a sentence.
+    fields = codec.arguments(Collective, known, place, without=("purpose",))
+    return Collective(**fields, purpose=Purpose.told(words))
+
+
+def _write_purpose(purpose: Purpose) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(Purpose)}
+    return {name: value for name, value in fields_of(purpose).items() if value != defaults[name]}
+
+
+def _read_purpose(codec: Codec[Any], values: Any, place: str) -> Purpose:
+    purpose = Purpose(**codec.arguments(Purpose, values, place))
+    if lacking := purpose.lacking:
+        codec.fail(f"a collective of the kind {purpose.kind!s} has a {lacking}", None, f"{place}.{lacking}")
+    return purpose
+
+
+# The sentence `why` is written for who reads the text; what counts on the way in is the purpose. A collective of
+# which only the sentence is known is written as it was read.
+COLLECTIVE_FORM: Form[Collective] = Form(_write_collective, _read_collective)
+PURPOSE_FORM: Form[Purpose] = Form(_write_purpose, _read_purpose)
+
+
 def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
     """Returns what writes and reads plans; `kind` is the dataclass that is made of the parts, `splitjax.plan.Plan`."""
     return Codec(
@@ -46,8 +85,8 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
             remake="make the plan anew with this version of splitjax: `step.plan(...).save(path)`",
         ),
         format=FORMAT,
-        forms={MeshShape: MESH_FORM},
-        entries=("leaves", "layers", "constraints", "collectives", "syncs"),
+        forms={MeshShape: MESH_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
+        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries"),
         finite=True,
         check=check,
     )

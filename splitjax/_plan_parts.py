@@ -14,6 +14,7 @@ from typing import Annotated, Any, Protocol
 
 from jax.sharding import PartitionSpec
 
+from splitjax._plan_purpose import Purpose
 from splitjax.codec import Called, Count, OneOf, ReadAs, Where
 from splitjax.mesh import MeshShape
 
@@ -114,14 +115,19 @@ class Collective:
 
     - `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or `ROW_EXCHANGE`.
     - `axis`: the mesh axis, or several joined by "+". `bytes`: what each device sends per step.
-    - `layer`: whose it is. `why`: what it is for.
+    - `layer`: whose it is. `purpose`: what it is for.
     """
 
     op: str
     axis: str
     bytes: Count
     layer: str
-    why: str
+    purpose: Purpose
+
+    @property
+    def why(self) -> str:
+        """Says in words what it is for: for people, whoever else asks compares `purpose`."""
+        return self.purpose.sentence()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +206,22 @@ class PartialPlan:
     times: Annotated[str, OneOf(("predicted", "measured"))]
     segments: tuple[SegmentPlan, ...]
     examples: tuple[Count, ...] = ()  # by slot, where `rebalance` gives them different shares
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundaryPlan:
+    """Says how a gradient boundary runs.
+
+    - `site`: of its equation. `label`: its function and the user's line.
+    - `how`: `whole`, in `microbatches`, in `turns`, `truncated` by worker, or by the `own loss` of each worker.
+    - `num_parts`: the number of microbatches, turns or depths; 1 for whole. `why`: the reason, as a clause.
+    """
+
+    site: tuple[Count, ...]
+    label: str
+    how: Annotated[str, OneOf(("whole", "microbatches", "turns", "truncated", "own loss"))]
+    num_parts: Count
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)

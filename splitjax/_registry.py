@@ -129,9 +129,9 @@ class NamedRegistry(Mapping[str, Value], Generic[Value]):
         try:
             self._accept(point.name, loaded)
         except TypeError as error:
-            raise _broken(point, str(error)) from error
+            raise broken(point, str(error)) from error
         if point.name not in self._values:
-            raise _broken(point, f"it registers no {self._what} of the entry point's name")
+            raise broken(point, f"it registers no {self._what} of the entry point's name")
 
 
 def near(name: object, known: list[str]) -> str:
@@ -159,10 +159,11 @@ def load_entry_point(point: importlib.metadata.EntryPoint) -> Any:
     except SplitjaxError:
         raise
     except Exception as error:  # whatever a stranger's module raises while it is imported
-        raise _broken(point, f"{type(error).__name__}: {error}") from error
+        raise broken(point, f"{type(error).__name__}: {error}") from error
 
 
-def _broken(point: importlib.metadata.EntryPoint, problem: str) -> ExtensionError:
+def broken(point: importlib.metadata.EntryPoint, problem: str) -> ExtensionError:
+    """Returns the error for an entry `point` that is of no use; `problem` says why."""
     package = f"package {point.dist.name}, " if point.dist is not None else ""
     return ExtensionError(
         f"an entry point cannot be loaded: {problem}",

@@ -6,6 +6,7 @@ All of them derive from :class:`SplitjaxError`, and also from the builtin except
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 
@@ -139,3 +140,30 @@ class ExtensionError(SplitjaxError, ImportError):
 
 class TraceFileError(ScheduleError):
     """A trace of jobs that is missing or malformed; the place names file and line."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Refusal:
+    """Says why something cannot be done, as a value. Whoever asked decides whether that is an error.
+
+    **Attributes:** `message`, `value`, `place`, `remedy`: those of the error that it would be. `kind`: the type of that
+    error. `cause`: the exception of the user's code behind it; None without such.
+    """
+
+    message: str
+    value: Any = None
+    place: str | None = None
+    remedy: str | None = None
+    kind: type[SplitjaxError] = MicrobatchError
+    cause: BaseException | None = None
+
+    @property
+    def reason(self) -> str:
+        """The message with the place, as a clause of another message."""
+        return self.message + (f" ({self.place})" if self.place else "")
+
+    def error(self) -> SplitjaxError:
+        """Returns the typed error for a user who asked for what is refused."""
+        error = self.kind(self.message, value=self.value, place=self.place, remedy=self.remedy)
+        error.__cause__ = self.cause
+        return error

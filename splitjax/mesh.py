@@ -27,12 +27,12 @@ class MeshShape:
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, mesh: Mesh | Mapping[str, int] | MeshShape) -> MeshShape:
-        """Reads the shape of `mesh`: a `jax.sharding.Mesh` or a mapping axis -> size. Raises `MeshError` for anything
-        else."""
+    def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int] | MeshShape) -> MeshShape:
+        """Reads the shape of `mesh`: a `jax.sharding.Mesh`, an abstract one, or a mapping axis -> size. Raises
+        `MeshError` for anything else."""
         if isinstance(mesh, MeshShape):
             return mesh
-        shape = dict(mesh.shape) if isinstance(mesh, Mesh) else _sizes(mesh)
+        shape = dict(mesh.shape) if isinstance(mesh, (Mesh, AbstractMesh)) else _sizes(mesh)
         for axis, size in shape.items():
             if not isinstance(axis, str) or not axis:
                 raise MeshError(
@@ -121,6 +121,14 @@ def _sizes(mesh: Any) -> dict[Any, Any]:
         remedy = 'name the axes of the devices: jax.sharding.Mesh(devices, ("data",))'
     else:
         remedy = 'give {"data": 2, "model": 4}, or what jax.make_mesh((2, 4), ("data", "model")) returns'
+    raise MeshError(
+        f"a mesh has named axes, and this {type(mesh).__name__} names none", value=mesh, place="mesh", remedy=remedy
+    )
+
+
+def check_runnable(mesh: Mesh | Mapping[str, int]) -> None:
+    """Raises `MeshError` where `mesh` is nothing that a step can run on: no mesh and no sizes by axis, or an abstract
+    mesh."""
     if isinstance(mesh, AbstractMesh):
         raise MeshError(
             "an abstract mesh has no devices to run on",
@@ -128,9 +136,7 @@ def _sizes(mesh: Any) -> dict[Any, Any]:
             place="mesh",
             remedy=f"give {dict(mesh.shape)}, or a jax.sharding.Mesh",
         )
-    raise MeshError(
-        f"a mesh has named axes, and this {type(mesh).__name__} names none", value=mesh, place="mesh", remedy=remedy
-    )
+    MeshShape.of(mesh)
 
 
 def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
@@ -141,6 +147,8 @@ def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
     """
     if isinstance(mesh, Mesh):
         return mesh
+    if mesh is not None:
+        check_runnable(mesh)
     devices = jax.devices()
     shape = MeshShape.of({DATA: len(devices)} if mesh is None else mesh)
     if shape.num_devices > len(devices):

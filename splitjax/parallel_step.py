@@ -21,7 +21,7 @@ from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_e
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
-from splitjax.mesh import MeshShape
+from splitjax.mesh import check_runnable
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
@@ -69,7 +69,7 @@ class ParallelStep(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, recipe.fn)
         if mesh is not None:
-            MeshShape.of(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
+            check_runnable(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
         self._recipe = recipe
         self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
     ROW_EXCHANGE,
+    BoundaryPlan,
     Collective,
     Constraint,
     LayerPlan,
@@ -37,14 +38,18 @@ from splitjax._plan_parts import (
     spec_axes,
     spec_text,
 )
+from splitjax._plan_purpose import DENSE_GRADIENTS, GRADIENT_SUMS, Phase, Purpose, PurposeKind, beside
 from splitjax.codec import OneOf
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 
 __all__ = [
+    "DENSE_GRADIENTS",
     "FORMAT",
+    "GRADIENT_SUMS",
     "ROW_EXCHANGE",
+    "BoundaryPlan",
     "Collective",
     "Constraint",
     "LayerPlan",
@@ -52,11 +57,15 @@ __all__ = [
     "LeafPlan",
     "Memory",
     "PartialPlan",
+    "Phase",
     "Plan",
+    "Purpose",
+    "PurposeKind",
     "SegmentPlan",
     "Spec",
     "SpecEntry",
     "SyncPlan",
+    "beside",
     "first_mismatch",
     "spec_axes",
     "spec_text",
@@ -104,6 +113,7 @@ class Plan:
     - `group_comm`: how examples cross into split layers: `"gather"`, `"turns"` or `"modulo"`.
     - `syncs`: tables with row lookups, where another synchronisation than the dense one was asked for.
     - `partial`: partial backpropagation, where it was asked for.
+    - `boundaries`: how the step's gradient boundaries run, in program order.
     """
 
     mesh: MeshShape
@@ -120,6 +130,7 @@ class Plan:
     group_comm: Annotated[str, OneOf(("gather", "turns", "modulo"))] = "gather"
     syncs: tuple[SyncPlan, ...] = ()
     partial: PartialPlan | None = None
+    boundaries: tuple[BoundaryPlan, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -267,10 +278,15 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     for field in dataclasses.fields(Memory):
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
     yield from _diff_entries(
-        "collective", a.collectives, b.collectives, lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})"
+        "collective",
+        a.collectives,
+        b.collectives,
+        lambda c: (c.op, c.axis, c.layer, c.purpose),
+        lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})",
     )
     yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
+    yield from _diff_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
     yield from _diff_entries("note", a.notes, b.notes, repr)
 
 
@@ -292,15 +308,21 @@ def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = r
 
 
 def _diff_entries(
-    kind: str, here: Sequence[Any], there: Sequence[Any], key: Callable[[Any], Hashable]
+    kind: str,
+    here: Sequence[Any],
+    there: Sequence[Any],
+    key: Callable[[Any], Hashable],
+    name_of: Callable[[Any], str] | None = None,
 ) -> Iterator[str]:
-    """Differences between two lists of entries, paired by key; several entries of one key are paired in order."""
+    """Differences between two lists of entries, paired by key; several entries of one key are paired in order.
+    `name_of`: what an entry is called, where that is not its key."""
     if here == there:
         return
     mine, theirs = _grouped(here, key), _grouped(there, key)
     silent = True
-    for name in (*mine, *(name for name in theirs if name not in mine)):
-        left, right = mine.get(name, []), theirs.get(name, [])
+    for shared in (*mine, *(shared for shared in theirs if shared not in mine)):
+        left, right = mine.get(shared, []), theirs.get(shared, [])
+        name = shared if name_of is None else name_of((*left, *right)[0])
         for x, y in zip(left, right, strict=False):
             if x != y:
                 silent = False

@@ -15,13 +15,17 @@ from jax.sharding import PartitionSpec as P
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import (
+    BoundaryPlan,
     Collective,
     Constraint,
     LayerPlan,
     LeafPlan,
     Memory,
     PartialPlan,
+    Phase,
     Plan,
+    Purpose,
+    PurposeKind,
     SegmentPlan,
     SyncPlan,
     first_mismatch,
@@ -54,7 +58,7 @@ PLAN = Plan(
     constraints=(Constraint((3, 1), 0, ("data", "?"), "params/Dense_0", "the group's examples"),),
     gathered=("mystery at train.py:7",),
     memory=Memory(272, 1000, 1416),
-    collectives=(Collective("all_reduce", "data", 144, "params/Dense_0", "gradient"),),
+    collectives=(Collective("all_reduce", "data", 144, "params/Dense_0", Purpose.told("gradient")),),
     notes=("two updates",),
 )
 
@@ -95,6 +99,9 @@ def test_spec_helpers():
 
 
 names = st.text(min_size=1, max_size=12)
+purposes = st.builds(Purpose.told, names) | st.builds(
+    Purpose, st.sampled_from(PurposeKind), st.sampled_from(Phase), names, names, names, st.booleans(), names
+)
 
 
 @st.composite
@@ -146,7 +153,7 @@ def plans(draw) -> Plan:
         tuple(constraints),
         tuple(draw(st.lists(names, max_size=2))),
         draw(st.builds(Memory, count, count, count)),
-        tuple(draw(st.lists(st.builds(Collective, names, names, count, names, names), max_size=4))),
+        tuple(draw(st.lists(st.builds(Collective, names, names, count, names, purposes), max_size=4))),
         tuple(draw(st.lists(names, max_size=2))),
     )
 
@@ -296,6 +303,7 @@ def test_digest_changes_with_any_field():
         "group_comm": "modulo",
         "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
         "partial": PARTIAL,
+        "boundaries": (BoundaryPlan((3,), "loss_fn at train.py:12", "microbatches", 4, ""),),
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]

@@ -43,11 +43,12 @@ ROOMS = (
     "lower.gradient",
     "lower",
     "lower.products",
+    "lower.way",
     "lower.microbatch",
     "lower.turns",
-    "lower.strategies",
     "lower.tables",
     "lower.partial",
+    "lower.strategies",
     "planning",
     "compile",
     "measure",
@@ -70,7 +71,7 @@ ROOMS = (
     "splitjax",
     "cli",
 )
-SAME_ROOM = {"_plan_json": "plan", "_plan_parts": "plan", "runtime.network": "runtime.launch"}
+SAME_ROOM = {"_plan_json": "plan", "_plan_parts": "plan", "_plan_purpose": "plan", "runtime.network": "runtime.launch"}
 
 
 def modules() -> dict[str, pathlib.Path]:

@@ -6,15 +6,18 @@ import hashlib
 import json
 from typing import Any
 
-# Sentences for people: they may be written better without a decision having changed.
-SENTENCES = ("why", "note", "notes")
+# Sentences for people: they may be written better without a decision having changed. So may the purpose of a
+# collective, of which the sentence `why` is rendered: what it moves, and for which layer, is in the other keys.
+SENTENCES = ("why", "purpose", "note", "notes")
+# What follows from the rest, and was not recorded when the corpus was taken.
+DERIVED = ("boundaries",)
 # Of a digest of 64 hexadecimal digits so many are kept: two texts of a million share them with a chance of 1 in 10^7.
 NUM_DIGITS = 16
 
 
 def canonical_plan(text: str) -> str:
     """The canonical text of a plan's JSON (`Plan.to_json`): one leaf, layer or collective a line."""
-    plan = _without(json.loads(text))
+    plan = {name: value for name, value in _without(json.loads(text)).items() if name not in DERIVED}
     # "primitive at file:line": the line is where a model happens to stand.
     plan["gathered"] = [one.partition(" at ")[0] for one in plan.get("gathered", ())]
     lines = []

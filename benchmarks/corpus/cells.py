@@ -27,7 +27,7 @@ STATES = ("whole", "sharded")
 # Tables with row lookups: what `sync` speaks of, and what `embedding_owner` splits. Other models have nothing to which
 # a scheme could apply: their plans are those of "dense".
 WITH_TABLES = ("transformer", "lstm", "deepfm", "dlrm")
-# Batch statistics are of the whole batch: a step with them is planned with microbatches, and refused when compiled.
+# Batch statistics are of the whole batch: a step with them is refused with microbatches.
 WITH_BATCH_NORM = (
     "vgg11", "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0",
 )  # fmt: skip
@@ -131,7 +131,7 @@ def combines(cell: Cell) -> bool:
 
 
 def compiles(cell: Cell) -> bool:
-    """Whether a cell that is planned can be compiled, as far as its values tell."""
+    """Whether a cell can be planned and compiled, as far as its values tell."""
     if cell.model in WITH_BATCH_NORM and cell.microbatches != "1":
         return False
     return cell.model not in DRAWS_BESIDE_BATCH_NORM or cell.partial == FULL

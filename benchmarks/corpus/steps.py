@@ -71,7 +71,7 @@ def ready(unit: Unit) -> Ready:
     spec = spec_of(unit)
     # Of tables only an update that leaves rows without gradient alone lets rows be exchanged: not Adam's.
     optimizer = optax.adagrad(0.1) if unit.model in WITH_TABLES else optax.adam(1e-3)
-    number, key = int(unit.microbatches), jax.random.key(0)
+    number, key = int(unit.microbatches), jax.eval_shape(jax.random.key, 0)
     options = {"microbatches": number} if number > 1 else {}
     if unit.library == "linen":
         boundary = functools.partial(splitjax.value_and_grad, **options)

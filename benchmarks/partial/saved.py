@@ -93,6 +93,7 @@ def _measure(network: Network, workers: int) -> Found:
     from splitjax.lower.partial.workers import peak_bytes
     from splitjax.models import build, make_step
     from splitjax.models.resnet import LinenResNet
+    from splitjax.plan import DENSE_GRADIENTS
 
     spec = build(
         network.model,
@@ -135,7 +136,7 @@ def _measure(network: Network, workers: int) -> Found:
         for slot in range(workers)
     )
     over = lambda found: sum(
-        collective.bytes for collective in found.collectives if collective.why.startswith("gradient of")
+        collective.bytes for collective in found.collectives if collective.purpose.kind in DENSE_GRADIENTS
     )
     whole = splitjax.parallelize(train_step, mesh={"data": workers}, rules="data_parallel").plan(state, batch)
     return Found(

@@ -125,8 +125,10 @@ class _Job:
 
     def planned(self) -> dict[str, Any]:
         """Bytes of a mean worker by the plan; of every segment its contributors and its size."""
+        from splitjax.plan import DENSE_GRADIENTS
+
         plan = self.step.plan(self.state, self.batch)
-        sent = sum(one.bytes for one in plan.collectives if one.why.startswith("gradient of"))
+        sent = sum(one.bytes for one in plan.collectives if one.purpose.kind in DENSE_GRADIENTS)
         segments = [] if plan.partial is None else [[one.contributors, one.num_bytes] for one in plan.partial.segments]
         return {
             "planned": sent,

@@ -32,6 +32,11 @@ from benchmarks.splitbrain.common import (
 )
 from benchmarks.state import TOPOLOGY, tpu_mesh
 from splitjax.mesh import MeshShape
+from splitjax.plan import PurposeKind
+
+_CROSSINGS = frozenset(
+    {PurposeKind.ENTER_COLUMNS, PurposeKind.RETURN_COLUMNS, PurposeKind.ENTER_ROWS, PurposeKind.LEAVE_COLUMNS}
+)
 
 KINDS = ("gather", "turns", "modulo")
 MESH = {"data": 1, "model": NUM_DEVICES}
@@ -116,7 +121,11 @@ def measure(kind: str, tpu: bool) -> Measured:
         sent[kind_of(one.op_name)] += one.bytes
     for one in plan.collectives:
         planned[
-            "crossing" if _crosses(one.why) else "features" if one.op in ("all_gather", "reduce_scatter") else "rest"
+            "crossing"
+            if one.purpose.kind in _CROSSINGS
+            else "features"
+            if one.op in ("all_gather", "reduce_scatter")
+            else "rest"
         ] += one.bytes
     peak, transfers = 0, ()
     if tpu:
@@ -142,10 +151,6 @@ def measure(kind: str, tpu: bool) -> Measured:
         dict(planned),
         transfers,
     )
-
-
-def _crosses(why: str) -> bool:
-    return "group's examples" in why or "to their workers" in why
 
 
 def hidden_share(transfers: tuple[tuple[hlo.Transfer, int, str], ...], kind: str | None = None) -> float:

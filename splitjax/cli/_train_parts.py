@@ -310,13 +310,14 @@ class Evaluation:
     ..., "accuracy": ...}`, of text `"perplexity"` too (e to the loss), of clicks `"auc"` (where the split holds both
     clicks and others).
 
-    **Arguments:** `steps`: the decorated steps. `dataset`: whose test split. `state_shapes`: the state, as shapes.
-    `batch_size`: examples in the global batch.
+    **Arguments:** `steps`: the decorated steps, with an `eval_step`. `dataset`: whose test split. `state_shapes`: the
+    state, as shapes. `batch_size`: examples in the global batch.
     """
 
     def __init__(self, steps: Steps, dataset: data.Dataset, state_shapes: Any, batch_size: int):
         mask = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
-        self._step, self._dataset, self._batch_size, self._reads = steps.eval_step, dataset, batch_size, steps.reads
+        self._step: Any = steps.eval_step
+        self._dataset, self._batch_size, self._reads = dataset, batch_size, steps.reads
         example = {name: shape for name, shape in steps.example.items() if name not in dataset.draws}
         self._placement = batch_layout(steps.eval_step, state_shapes, {**example, "mask": mask})
 

@@ -11,7 +11,8 @@ What the hints of a dataclass mean:
 - `bool`, `int`, `float`, `str`, `None`, `Any` are JSON's own. A whole number is a `float` too, and stays as it stands,
   so that what was read is written alike. `true` is no number.
 - `tuple[X, ...]`, `tuple[X, Y]` and `list[X]` are lists, `Mapping[str, X]` and `dict[str, X]` are objects. Unions are
-  told apart by the type of the JSON value. `Literal` and `Annotated[str, OneOf(...)]` are names of a given set.
+  told apart by the type of the JSON value. `Literal`, `Annotated[str, OneOf(...)]` and enums of strings are names of a
+  given set.
 - A dataclass is an object with a key for each field; keys of fields with defaults may be left out, which is how a
   document that an earlier version saved is read. A `Form` of the codec overrides that.
 - `Annotated` narrows a type down (`Where`, `OneOf`), names it in errors (`Called`), or says what `Any` is (`ReadAs`).

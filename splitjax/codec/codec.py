@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 import numbers
@@ -233,6 +234,8 @@ class Codec(Generic[T]):
         return result
 
     def _plain(self, value: Any, place: str) -> Any:
+        if isinstance(value, enum.Enum):
+            value = value.value
         if value is None or isinstance(value, (str, bool, int)):
             return value
         if isinstance(value, float):

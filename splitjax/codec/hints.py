@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import enum
 import functools
 import math
 import numbers
@@ -132,6 +133,8 @@ def reader_of(hint: Any, words: str = "") -> TypeReader:
         return _list_of(origin, arguments, words)
     if origin in (dict, collections.abc.Mapping):
         return _object_of(arguments[1])
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _member_of(hint)
     if isinstance(hint, type):
         return _instance_of(hint)
     raise TypeError(f"no JSON is known for the type {hint!r}")
@@ -216,6 +219,11 @@ def _one_of(options: tuple[Any, ...]) -> TypeReader:
         return value
 
     return TypeReader(words, frozenset({str}), read)
+
+
+def _member_of(kind: type[enum.Enum]) -> TypeReader:
+    named = _one_of(tuple(member.value for member in kind))
+    return dataclasses.replace(named, read=lambda codec, value, place: kind(named.read(codec, value, place)))
 
 
 def _list_of(kind: type, arguments: tuple[Any, ...], words: str) -> TypeReader:

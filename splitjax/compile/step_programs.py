@@ -16,18 +16,21 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.compile.building import KnownTables, build_entry
+from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.session import Session, merged
 from splitjax.mesh import make_mesh
 from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan, SyncPlan
 from splitjax.planning.carried import Carried, inputs_of
-from splitjax.planning.observing import TableDecision, TableObserver, decide
+from splitjax.planning.draft import Draft, KnownTables
+from splitjax.planning.observing import TableDecision, TableObserver, axes_to_measure, decide
+from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
 from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
-from splitjax.step.traced import Traced, trace_step
+from splitjax.step.traced import trace_step
+from splitjax.sync.link import measure_link
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -55,7 +58,7 @@ class StepPrograms:
         self.compiles: list[CompileRecord] = []
         self.kept: Session = Session()
         self._entries: dict[Signature, CompiledEntry] = {}
-        self._traced: dict[Signature, Traced] = {}  # a call of each, from which its entries are built
+        self._drafts: dict[Signature, Draft] = {}  # of each, all that does not hang on what is known of its tables
         self._agreed: set[int] = set()  # programs that all processes were found to share
         self._observers: dict[Signature, TableObserver] = {}  # where tables are synchronised by rows
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
@@ -92,7 +95,9 @@ class StepPrograms:
             return entry
         if entry.observes:
             self._first.setdefault(signature, entry)
-            decision = decide(entry.sparse, self._recipe.request, observer.take_samples(), self.mesh)
+            request, samples = self._recipe.request, observer.take_samples()
+            links = {axes: measure_link(self.mesh, axes) for axes in axes_to_measure(entry.sparse, request)}
+            decision = decide(entry.sparse, request, samples, links)
             entry = self._build(entry.bound, decision, "its tables were observed")
         elif observer.overflows():
             if pins_tables(self._recipe.pinned):
@@ -183,13 +188,16 @@ class StepPrograms:
         carried: Sequence[SyncPlan] = (),
         observes: bool = False,
     ) -> CompiledEntry:
-        """Builds the entry for a signature (`build_entry` has the arguments), and records why. The step is traced for
-        the first entry of a signature alone."""
+        """Builds the entry for a signature, and records why. `decision`, `carried`, `observes`: what is known of its
+        tables, as in `KnownTables`. The step is traced and laid out for the first entry of a signature alone."""
         started = time.perf_counter()
-        layouts = None if self._training is None else self._training.layouts()
-        traced = self._traced.get(bound.signature) or trace_step(self._recipe, bound)
-        entry = build_entry(self._recipe, self.mesh, traced, layouts, KnownTables(decision, carried, observes))
-        self._traced[bound.signature] = traced  # of a step that can be planned: one that cannot is analysed anew
+        draft = self._drafts.get(bound.signature)
+        if draft is None:
+            layouts = None if self._training is None else self._training.layouts()
+            draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound), layouts)
+        known = KnownTables(decision, carried, observes)
+        entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
+        self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew
         if not reason:
             differences = [difference(bound, old.bound) for old in self._entries.values()]
             reason = min(differences)[1] if differences else "first call"

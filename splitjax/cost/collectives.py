@@ -33,7 +33,8 @@ from splitjax.cost.flow import Axes, WeightFlow, flows, linked, reads_ids, used_
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, LayerPlan, LeafPlan, spec_axes
+from splitjax.plan import Collective, LayerPlan, LeafPlan, Phase, Purpose, spec_axes
+from splitjax.plan import PurposeKind as Kind
 from splitjax.trace.graph import Graph
 
 _BYTES = {
@@ -42,17 +43,18 @@ _BYTES = {
     "reduce_scatter": reduce_scatter_bytes,
     "all_to_all": all_to_all_bytes,
 }
-FORWARD, BACKWARD = False, True
-_ENTER, _RETURN = (
-    "forward: the group's examples enter a split layer",
-    "backward: input cotangents return to their workers",
-)
-_ENTER_ROWS, _RETURN_ROWS = (
-    "forward: the group's examples enter a row-split layer",
-    "backward: input cotangents return from a row-split layer",
-)
-# (op, axes, bytes that the op's formula takes, why, whether it belongs to the backward pass)
-_Event = tuple[str, Axes, int, str, bool]
+# What `_activations` gives for crossings, where a worker's examples go to, or come from, the rest of its group.
+_CROSSINGS = frozenset({Kind.ENTER_COLUMNS, Kind.RETURN_COLUMNS, Kind.ENTER_ROWS, Kind.RETURN_ROWS})
+# (op, axes, bytes that the op's formula takes, what it is for)
+_Event = tuple[str, Axes, int, Purpose]
+
+
+def _forward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
+    return Purpose(kind, Phase.FORWARD, leaf, source)
+
+
+def _backward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
+    return Purpose(kind, Phase.BACKWARD, leaf, source)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,35 +134,32 @@ def predict_collectives(
             of_gradient = _gradients(weight, mesh, tuple(batch_axes), replicated_batch)
             events += [(names.get(path, path), event) for event in of_gradient]
     return tuple(
-        Collective(op, "+".join(axes), sent, layer, why)
-        for layer, (op, axes, num_bytes, why, phase) in events
-        if (backward or phase == FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
+        Collective(op, "+".join(axes), sent, layer, purpose)
+        for layer, (op, axes, num_bytes, purpose) in events
+        if (backward or purpose.phase == Phase.FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
     )
 
 
 def _transformed(transform: LocalTransform, mesh: MeshShape) -> Iterator[tuple[str, _Event]]:
     """Yields what brings the transformed dims of a Fourier transform together, with the layer whose they are."""
-    for op, axes, num_bytes, phase in transform.sent(mesh):
-        why = "backward: cotangent of a Fourier transform" if phase else "forward: a Fourier transform"
-        what = "examples for whole features" if op == "all_to_all" else "a whole dim"
-        yield transform.layer, (op, axes, num_bytes, f"{why}, {what}", phase)
+    for op, axes, num_bytes, is_backward in transform.sent(mesh):
+        kind = Kind.FOURIER_EXAMPLES if op == "all_to_all" else Kind.FOURIER_DIM
+        yield transform.layer, (op, axes, num_bytes, (_backward if is_backward else _forward)(kind))
 
 
 def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
     """Translates a crossing into what `group_comm="turns"` does: a worker's examples are broadcast, and their
     cotangents summed, by masked all-reduces. Returns any event that is no crossing as it is."""
-    _, axes, num_bytes, why, phase = event
-    if why in (_ENTER, _RETURN):
-        return (("all_reduce", axes, num_bytes, f"{why}, each worker's in turn", phase),)
-    if why == _ENTER_ROWS:
-        return (("all_reduce", axes, num_bytes * mesh.size(axes), f"{why}, each worker's in turn", phase),)
-    if why == _RETURN_ROWS:
-        whole = num_bytes * mesh.size(axes)
-        return (
-            ("all_gather", axes, whole, "backward: input cotangent of a row-split layer, whole features", phase),
-            ("all_reduce", axes, whole, f"{why}, each worker's in turn", phase),
-        )
-    return (event,)
+    _, axes, num_bytes, purpose = event
+    if purpose.kind not in _CROSSINGS:
+        return (event,)
+    # A row-split layer gets whole features in turns, and cuts its own out of them.
+    by_rows = purpose.kind in (Kind.ENTER_ROWS, Kind.RETURN_ROWS)
+    whole = num_bytes * mesh.size(axes) if by_rows else num_bytes
+    summed = "all_reduce", axes, whole, dataclasses.replace(purpose, in_turns=True)
+    if purpose.kind == Kind.RETURN_ROWS:
+        return ("all_gather", axes, whole, _backward(Kind.ROWS_COTANGENT)), summed
+    return (summed,)
 
 
 def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
@@ -174,7 +173,7 @@ def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterat
             *_enter_column(flow, chain, mesh),
             *_enter_row(flow, chain, mesh),
         )
-        yield from (event for event in entering if differentiated or event[-1] == FORWARD)
+        yield from (event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
     yield from _leave_stacked(flow, chain, mesh)
     yield from _leave_row(flow, chain, mesh)
     yield from _leave_column(flow, chain, mesh)
@@ -188,31 +187,14 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         return
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
-        yield (
-            "all_gather",
-            axes,
-            whole,
-            f"forward: whole features of the column-split output of {source.use.layer}",
-            FORWARD,
-        )
-        yield (
-            "reduce_scatter",
-            axes,
-            whole,
-            f"backward: cotangent of the column-split output of {source.use.layer}",
-            BACKWARD,
-        )
+        name = source.use.layer
+        yield "all_gather", axes, whole, _forward(Kind.WHOLE_FEATURES, source=name)
+        yield "reduce_scatter", axes, whole, _backward(Kind.WHOLE_FEATURES_COTANGENT, source=name)
     elif source or not flow.crossing:
-        yield (
-            "all_reduce",
-            axes,
-            whole,
-            "backward: input cotangent of a column-split layer, summed over its columns",
-            BACKWARD,
-        )
+        yield "all_reduce", axes, whole, _backward(Kind.COLUMNS_COTANGENT)
     else:
-        yield "all_gather", axes, whole, _ENTER, FORWARD
-        yield "reduce_scatter", axes, whole, _RETURN, BACKWARD
+        yield "all_gather", axes, whole, _forward(Kind.ENTER_COLUMNS)
+        yield "reduce_scatter", axes, whole, _backward(Kind.RETURN_COLUMNS)
 
 
 def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
@@ -225,16 +207,10 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     if source and set(source.free) & set(axes):
         return
     if source or not flow.crossing:
-        yield (
-            "all_gather",
-            axes,
-            flow.data_group_bytes,
-            "backward: input cotangent of a row-split layer, whole features",
-            BACKWARD,
-        )
+        yield "all_gather", axes, flow.data_group_bytes, _backward(Kind.ROWS_COTANGENT)
     else:
-        yield "all_to_all", axes, flow.data_share_bytes, _ENTER_ROWS, FORWARD
-        yield "all_to_all", axes, flow.data_share_bytes, _RETURN_ROWS, BACKWARD
+        yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.ENTER_ROWS)
+        yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.RETURN_ROWS)
 
 
 def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
@@ -243,16 +219,10 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     if not axes:
         return
     if _stays_in_group(flow, chain):
-        yield "all_reduce", axes, whole, "forward: partial outputs of a row-split layer", FORWARD
+        yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
     else:
-        yield (
-            "reduce_scatter",
-            axes,
-            whole,
-            "forward: partial outputs of a row-split layer, summed onto their workers",
-            FORWARD,
-        )
-        yield "all_gather", axes, whole, "backward: the group's output cotangents enter a row-split layer", BACKWARD
+        yield "reduce_scatter", axes, whole, _forward(Kind.LEAVE_ROWS)
+        yield "all_gather", axes, whole, _backward(Kind.COTANGENTS_TO_ROWS)
 
 
 def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
@@ -262,16 +232,10 @@ def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
         return
     if flow.crossing:
-        yield "all_to_all", axes, flow.out_share_bytes, "forward: column-split outputs return to their workers", FORWARD
-        yield (
-            "all_to_all",
-            axes,
-            flow.out_share_bytes,
-            "backward: output cotangents enter a column-split layer",
-            BACKWARD,
-        )
+        yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.LEAVE_COLUMNS)
+        yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.COTANGENTS_TO_COLUMNS)
     else:
-        yield "all_gather", axes, flow.out_group_bytes, "forward: whole features of a column-split output", FORWARD
+        yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.WHOLE_OUTPUT)
 
 
 def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
@@ -282,10 +246,10 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     if not axes or (source and source.stacked == axes):
         return
     if flow.crossing:
-        yield "all_to_all", axes, flow.data_share_bytes, "forward: tokens travel to their experts", FORWARD
-        yield "all_to_all", axes, flow.data_share_bytes, "backward: token cotangents return", BACKWARD
+        yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.TO_EXPERTS)
+        yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.TO_EXPERTS_COTANGENT)
     else:
-        yield "all_gather", axes, flow.data_group_bytes, "backward: token cotangents of all experts", BACKWARD
+        yield "all_gather", axes, flow.data_group_bytes, _backward(Kind.ALL_EXPERTS_COTANGENT)
 
 
 def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
@@ -295,10 +259,10 @@ def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     if not axes or (target and target.stacked == axes):
         return
     if flow.crossing:
-        yield "all_to_all", axes, flow.out_share_bytes, "forward: experts' results return", FORWARD
-        yield "all_to_all", axes, flow.out_share_bytes, "backward: result cotangents travel to their experts", BACKWARD
+        yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.FROM_EXPERTS)
+        yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.FROM_EXPERTS_COTANGENT)
     else:
-        yield "all_gather", axes, flow.out_group_bytes, "forward: results of all experts", FORWARD
+        yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.ALL_EXPERTS)
 
 
 def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan]]:
@@ -369,10 +333,10 @@ def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_ba
     shard = leaf.bytes_per_device
     if stored:
         whole = shard * mesh.size(stored)
-        yield "all_gather", stored, whole, f"forward: {leaf.path} is stored in pieces", FORWARD
+        yield "all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path)
         if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
-            yield "all_gather", stored, whole, f"backward: {leaf.path} is stored in pieces", BACKWARD
-        yield "reduce_scatter", stored, whole, f"gradient of {leaf.path}", BACKWARD
+            yield "all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path)
+        yield "reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path)
     summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split and axis not in weight.in_group)
     split_state = {axis for state in weight.states for axis in spec_axes(state.spec)} | set(
         spec_axes(leaf.gradient or ())
@@ -380,9 +344,9 @@ def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_ba
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     if zero:
-        yield "reduce_scatter", zero, shard, f"gradient of {leaf.path}, onto its split optimizer state", BACKWARD
-        yield "all_gather", zero, shard, f"new value of {leaf.path}, from its split optimizer state", BACKWARD
+        yield "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
+        yield "all_gather", zero, shard, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:
-        yield "all_reduce", rest, shard // mesh.size((*zero, *parts)), f"gradient of {leaf.path}", BACKWARD
+        yield "all_reduce", rest, shard // mesh.size((*zero, *parts)), _backward(Kind.GRADIENT, leaf.path)
     if parts:
-        yield "all_gather", parts, shard, f"gradient of {leaf.path}, its groups put together", BACKWARD
+        yield "all_gather", parts, shard, _backward(Kind.GRADIENT_GROUPS, leaf.path)

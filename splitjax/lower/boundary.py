@@ -117,5 +117,6 @@ value_and_grad_p: _compat.Primitive = _compat.define_primitive(
 )
 
 
-# Finds a boundary in a trace with another number of examples: (its equation, its site, the number) -> that equation.
+# Finds a boundary in a trace with another number of examples: (its equation, its site, the number) -> that equation, or
+# why there is none (`splitjax.errors.Refusal`).
 Twin = Callable[[Any, Site, int], Any]

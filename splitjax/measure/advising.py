@@ -37,7 +37,8 @@ from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
-from splitjax.planning.partial_plan import gradient_of, with_partial
+from splitjax.plan import DENSE_GRADIENTS
+from splitjax.planning.partial_plan import predict_partial
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
@@ -314,7 +315,7 @@ class _Comparison:
     def _full_exchange(self) -> PredictedExchange:
         """Returns what full backpropagation sends, and how long that takes as one ring."""
         planned = self.measuring.entry.plan.collectives
-        sent = sum(collective.bytes for collective in planned if gradient_of(collective))
+        sent = sum(collective.bytes for collective in planned if collective.purpose.kind in DENSE_GRADIENTS)
         return PredictedExchange(
             sent,
             sent / self.link.bytes_per_second
@@ -326,8 +327,8 @@ class _Comparison:
         after segment, each as one message a hop."""
         step, count = dataclasses.replace(self.step, depths=depths), depths.num_slots
         platform = self.measuring.mesh.devices.flat[0].platform
-        plan = with_partial(self.measuring.entry.plan, step, platform).partial
-        assert plan is not None, "`with_partial` gives the plan of partial backpropagation"
+        full = self.measuring.entry.plan
+        plan, _ = predict_partial(full, full.collectives, step, platform)
         sent = sum(segment.summed_bytes + segment.handed_bytes for segment in plan.segments)
         if step.is_temporal:  # one group of workers, one exchange a step
             return PredictedExchange(

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
-from splitjax.errors import BatchError, MicrobatchError
+from splitjax.errors import BatchError, Refusal
 from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
@@ -163,15 +163,15 @@ class DepthPrograms:
 
     def _traced(self, num_examples: int) -> _compat.ClosedJaxpr:
         """Traces the step with so many examples."""
-        try:
-            return self.entry.traced.resized(num_examples)
-        except MicrobatchError as error:
+        jaxpr = self.entry.traced.resized(num_examples)
+        if isinstance(jaxpr, Refusal):
             raise BatchError(
-                f"the step cannot be measured with the {num_examples} examples of one worker: {error.message}",
+                f"the step cannot be measured with the {num_examples} examples of one worker: {jaxpr.message}",
                 value=num_examples,
                 place=self.place,
                 remedy="write the step for any batch size",
-            ) from error
+            ) from jaxpr.cause
+        return jaxpr
 
     def _own(self, num_examples: int) -> list[Any]:
         """Returns the flat arguments with only the first examples of the batch."""

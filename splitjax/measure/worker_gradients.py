@@ -23,13 +23,13 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
-from splitjax.errors import BatchError, MicrobatchError, ProfileError
+from splitjax.errors import BatchError, ProfileError, Refusal
 from splitjax.lower.boundary import boundary_forward, boundary_of, expand
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import example_dim, make_twin
+from splitjax.lower.way import example_dim, make_twin
 from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.step.arguments import Bound
 from splitjax.sync.analysis import Tensor
@@ -85,43 +85,47 @@ def worker_gradients(entry: CompiledEntry, mesh: Mesh, num_workers: int, place: 
             gradients, functools.partial(_alone, bare, entry.jaxpr, gradients, entry.bound, num_examples), ()
         )
     share = num_examples // num_workers
-    try:
-        return _divided(entry, bare, sites, num_workers, share)
-    except MicrobatchError as error:
+    divided = _divided(entry, bare, sites, num_workers, share)
+    if isinstance(divided, Refusal):
         raise BatchError(
-            f"the step cannot be measured with the {share} examples of one of {num_workers} workers: {error.message}",
+            f"the step cannot be measured with the {share} examples of one of {num_workers} workers: {divided.message}",
             value=share,
             place=place,
             remedy="write the step for any batch size, or profile with num_workers=1",
-        ) from error
+        ) from divided.cause
+    return divided
 
 
 def _divided(
     entry: CompiledEntry, bare: StepLayout, sites: Sequence[Site], num_workers: int, share: int
-) -> WorkerGradients:
-    """Returns the gradients of several workers. Raises `MicrobatchError` where the step is another program for their
-    share of the batch."""
+) -> WorkerGradients | Refusal:
+    """Returns the gradients of several workers, or a refusal where the step is another program for their share of the
+    batch."""
     twin_of = make_twin(entry.graph, entry.traced.resized)
     size = local_examples(share * num_workers, num_workers, (), None)
+    if isinstance(size, Refusal):
+        return size
     eqns = {site: equation_at(entry.jaxpr, site) for site in sites}
-    twins = {site: twin_of(eqn, site, size) for site, eqn in eqns.items()}
+    twins = {}
+    for site, eqn in eqns.items():
+        twins[site] = twin_of(eqn, site, size)
+        if isinstance(twins[site], Refusal):
+            return twins[site]
     dims = {site: _example_dims(eqn, twins[site]) for site, eqn in eqns.items()}
     gradients = _gradients(entry, sites, dims)
     forwards = {site: boundary_forward(twin)[0] for site, twin in twins.items()}
-    try:
-        jobs = {
-            site: prepare(eqn.params, Accumulation(dims[site], forwards[site], num_workers))
-            for site, eqn in eqns.items()
-        }
-    except MicrobatchError as error:
-        for site, eqn in eqns.items():
-            twin_of(eqn, site, share)
-        note = f"every worker's gradients are those of a step with its examples alone: {error.message}"
-        return WorkerGradients(
-            gradients,
-            functools.partial(_alone, bare, entry.traced.resized(share), gradients, entry.bound, share),
-            (note,),
-        )
+    jobs: dict[Site, PreparedBoundary | None] = {}
+    for site, eqn in eqns.items():
+        job = prepare(eqn.params, Accumulation(dims[site], forwards[site], num_workers))
+        if isinstance(job, Refusal):
+            others = [twin_of(eqn, site, share) for site, eqn in eqns.items()]
+            alone = next((other for other in others if isinstance(other, Refusal)), entry.traced.resized(share))
+            if isinstance(alone, Refusal):
+                return alone
+            note = f"every worker's gradients are those of a step with its examples alone: {job.message}"
+            run = functools.partial(_alone, bare, alone, gradients, entry.bound, share)
+            return WorkerGradients(gradients, run, (note,))
+        jobs[site] = job
     return WorkerGradients(gradients, functools.partial(_summands, bare, entry.jaxpr, gradients, jobs), ())
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -82,12 +82,8 @@ class OwnStep:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-class ModelFactory(Protocol):
-    """Makes a model from options that are given as keywords."""
-
-    def __call__(self, **options: Any) -> ModelSpec | OwnStep:
-        """Returns the model of these `options`."""
-        ...
+# Makes a model from options that are given as keywords.
+ModelFactory: TypeAlias = Callable[..., ModelSpec | OwnStep]
 
 
 def call_factory(

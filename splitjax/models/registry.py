@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -32,6 +32,7 @@ from splitjax.models.transformer import LinenTransformer, NnxTransformer, Transf
 from splitjax.models.vgg import LinenVGG, NnxVGG, VGGConfig
 
 _Value = TypeVar("_Value")
+_Factory = TypeVar("_Factory", bound=ModelFactory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,17 +141,17 @@ def make_model(which: str, *, library: str = "linen", place: str = "", **options
 
 
 @overload
-def register_model(name: str, factory: ModelFactory) -> ModelFactory: ...
+def register_model(name: str, factory: _Factory) -> _Factory: ...
 @overload
-def register_model(name: str, factory: None = None) -> Callable[[ModelFactory], ModelFactory]: ...
-def register_model(name: str, factory: ModelFactory | None = None) -> Any:
+def register_model(name: str, factory: None = None) -> Callable[[_Factory], _Factory]: ...
+def register_model(name: str, factory: Any = None) -> Any:
     """Makes a model known by its `name`: `build(name)`, `--model name`; also as a decorator, `@register_model("mine")`.
 
     `factory` is called with options as keywords, and returns a `ModelSpec` (`from_linen`, `from_nnx`) or an `OwnStep`.
     Raises `ModelError` for a name that is taken, and for what cannot be called.
     """
 
-    def add(given: ModelFactory) -> ModelFactory:
+    def add(given: Any) -> Any:
         if not callable(given):
             raise ModelError(
                 "a model is made by a function of its options",
@@ -158,7 +159,7 @@ def register_model(name: str, factory: ModelFactory | None = None) -> Any:
                 place=_REGISTER,
                 remedy="pass the function itself",
             )
-        MODELS.add(name, given, same=_same_function)
+        MODELS.add(name, cast(ModelFactory, given), same=_same_function)
         return given
 
     return add if factory is None else add(factory)
@@ -174,7 +175,7 @@ def _accept(name: str, loaded: Any) -> None:
     """Registers the factory that an entry point called `name` has loaded, where importing it did not."""
     if not callable(loaded):
         raise TypeError(f"it names {loaded!r}, which cannot be called")
-    MODELS.add(name, loaded)
+    MODELS.add(name, cast(ModelFactory, loaded))
 
 
 _REGISTER = "splitjax.models.register_model"

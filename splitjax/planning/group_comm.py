@@ -1,7 +1,7 @@
 """Decides which group communication a step uses: `gather`, `turns` or `modulo`, asked for or chosen by memory.
 
-A plan with `gather` comes in, a plan with the kind that is decided comes out, its memory and collectives predicted for
-it.
+A draft whose leaves are laid out comes in and goes out with the kind that is decided, and with the boundaries that are
+prepared for it.
 
 `gather` moves the fewest messages; `modulo` as many bytes in as many turns as a group has workers, with the activations
 of one turn alive at a time; `turns` twice the bytes (its broadcasts change their sender from turn to turn:
@@ -12,33 +12,53 @@ more than `WORTHWHILE`, for its smaller products run less efficiently.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from splitjax.cost import LaidOutStep, predict_collectives, predict_memory
 from splitjax.cost.flow import flows, linked
-from splitjax.errors import BatchError, PlanError
-from splitjax.lower.turns.turns import Refused
-from splitjax.plan import Plan
-from splitjax.trace.graph import Graph
+from splitjax.errors import BatchError, PlanError, Refusal
+from splitjax.lower.turns.in_turns import InTurns, boundaries_in_turns
+from splitjax.planning.draft import Draft
+from splitjax.planning.predict import memory_of
+from splitjax.primitives.walk import Site
 
 WORTHWHILE = 0.1  # of the predicted peak
 
+InTurnsBySite = Mapping[Site, InTurns]
 
-def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool], crosses: bool) -> Plan:
-    """Decides the group communication of a step and returns its plan with it.
+
+def cross(draft: Draft) -> Draft:
+    """Returns the draft with its group communication: what is asked for, what the pinned plan has, or what is chosen.
+    Raises what `choose` raises."""
+    if not draft.takes_gradient:
+        return draft
+    pinned = draft.request.pinned
+    requested = draft.request.group_comm if pinned is None else pinned.group_comm
+    return choose(
+        requested, draft, lambda kind: boundaries_in_turns(kind, draft.lowered_step, draft.traced.jaxpr), _peak_bytes
+    )
+
+
+def choose(
+    requested: str,
+    draft: Draft,
+    in_turns: Callable[[str], InTurnsBySite | Refusal],
+    peak_bytes: Callable[[Draft], int],
+) -> Draft:
+    """Decides the group communication of a step. Returns its draft with it, and with the boundaries that are prepared
+    to run in turns.
 
     **Arguments:**
 
     - `requested`: the value of the option `group_comm`.
-    - `plan`: the plan, with `gather`. `graph`: the traced step.
-    - `check`: returns, for a kind, whether anything crosses in a gradient boundary of the step; raises `Refused` where
-      that boundary cannot run in turns.
-    - `crosses`: whether the layout has a crossing at all.
+    - `draft`: the step, with `gather`.
+    - `in_turns`: prepares, for a kind, the gradient boundaries in which examples cross; returns a refusal where a
+      boundary cannot run in turns.
+    - `peak_bytes`: predicts the peak of a device's memory under a draft.
 
     Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide
     into turns."""
     asked = requested not in ("auto", "gather")
-    if asked and not graph.num_boundaries:
+    if asked and not draft.graph.num_boundaries:
         raise PlanError(
             f"group_comm={requested!r} needs a gradient boundary: the step takes its gradient with plain jax.grad,"
             " which lowering cannot run in turns",
@@ -47,24 +67,22 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
             remedy="use splitjax.value_and_grad for the gradient",
         )
     if requested == "gather":
-        return plan
-    if not crosses:
+        return draft
+    if not crosses(draft):
         note = f"group communication: no examples cross into a split layer, so {requested} has nothing to do"
-        return dataclasses.replace(plan, notes=(*plan.notes, note)) if asked and plan.mesh.num_devices > 1 else plan
+        return draft.noting(note) if asked and draft.shape.num_devices > 1 else draft
     kind = requested if asked else "modulo"
-    candidate = with_kind(plan, graph, kind)
-    if not asked and candidate.memory.peak_bytes > (1 - WORTHWHILE) * plan.memory.peak_bytes:
-        return plan
-    try:
-        if check(kind):
-            return candidate
-        reason = "no examples cross inside a gradient boundary"
-    except Refused as refused:
-        reason = str(refused)
-    except BatchError as error:
-        if asked:
-            raise
-        reason = error.message
+    candidate = dataclasses.replace(draft, group_comm=kind)
+    if not asked and peak_bytes(candidate) > (1 - WORTHWHILE) * peak_bytes(draft):
+        return draft
+    ways = in_turns(kind)
+    if not isinstance(ways, Refusal):
+        if ways:
+            return dataclasses.replace(candidate, in_turns=ways)
+        ways = Refusal("no examples cross inside a gradient boundary")
+    reason = ways.message
+    if asked and ways.kind is BatchError:
+        raise ways.error()
     if asked:
         raise PlanError(
             f"group_comm={requested!r} cannot be had for this step: {reason}",
@@ -72,25 +90,17 @@ def choose(requested: str, plan: Plan, graph: Graph, check: Callable[[str], bool
             place="parallelize, group_comm",
             remedy='use group_comm="auto", which falls back to "gather"',
         )
-    return dataclasses.replace(plan, notes=(*plan.notes, f"group communication: gather, not modulo: {reason}"))
+    return draft.noting(f"group communication: gather, not modulo: {reason}")
 
 
-def with_kind(plan: Plan, graph: Graph, kind: str) -> Plan:
-    """Returns the `plan` of the traced step `graph` with the group communication `kind`, memory and collectives
-    predicted anew."""
-    return dataclasses.replace(
-        plan,
-        group_comm=kind,
-        memory=predict_memory(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=kind),
-        collectives=predict_collectives(
-            LaidOutStep(graph, plan.leaves, plan.layers, plan.mesh, plan.batch_axes, plan.replicated_batch),
-            group_comm=kind,
-        ),
-    )
-
-
-def crosses(graph: Graph, plan: Plan) -> bool:
-    """Returns whether under the layout of `plan` examples of the traced step `graph` cross from replicated layers,
-    whose batch is split over all axes, into split layers."""
-    chain = flows(graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch)
+def crosses(draft: Draft) -> bool:
+    """Returns whether under the layout of `draft` examples cross from replicated layers, whose batch is split over all
+    axes, into split layers."""
+    layout = draft.layout
+    chain = flows(draft.graph, layout.leaves, draft.shape, layout.batch_axes, layout.replicated_batch)
     return any(flow.crossing and not flow.at_hand and linked(flow.producer, flow.axes, chain) is None for flow in chain)
+
+
+def _peak_bytes(draft: Draft) -> int:
+    """Returns the predicted peak of a device's memory, in bytes."""
+    return memory_of(draft).peak_bytes

@@ -1,6 +1,7 @@
 """Decides the scheme and capacities of every table from what the first steps looked up.
 
-What steps return of their tables comes in (`TableObserver`), a `TableDecision` and a plan with it come out.
+What steps return of their tables and the links between workers come in (`TableObserver`, `Link`); a `TableDecision`
+and what it costs come out.
 
 The program of the first steps gathers all rows and returns the ids. Afterwards their sparsity is known, and the step is
 built once more. While it runs, steps in which the capacities did not suffice are counted; too many of them, and steps
@@ -10,23 +11,30 @@ are observed anew: capacities then have room for all that was seen. All processe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from splitjax.cost import predict_memory
 from splitjax.lower.tables.finding import Chosen, gradient_in_loop
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.lower.tables.table_sync import TableSync
-from splitjax.plan import ROW_EXCHANGE, Collective, Plan, SyncPlan, spec_axes
+from splitjax.plan import (
+    GRADIENT_SUMS,
+    ROW_EXCHANGE,
+    Collective,
+    Phase,
+    Plan,
+    Purpose,
+    PurposeKind,
+    SyncPlan,
+    spec_axes,
+)
 from splitjax.planning.carried import Seen
 from splitjax.sync.choose import candidates, choose
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import Exchange, name_of, options_of, sizes_of
-from splitjax.sync.link import measure_link
 from splitjax.sync.owner import OwnerSharded, plan_owner
 from splitjax.sync.profile import Sparsity, measure
 from splitjax.sync.profile import Table as Costs
@@ -38,6 +46,9 @@ CHECKED_STEPS = 64
 MOST_FALLBACKS = 2  # in `CHECKED_STEPS`
 
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
+
+# What is sent for a table as a whole array, and is not where it goes by rows.
+_OF_WHOLE_TABLES = frozenset({PurposeKind.GRADIENT, PurposeKind.GRADIENT_HANDED, PurposeKind.STORED_WEIGHT})
 
 # What a step returns of each of its tables, by path: see `sparse.evaluate_sparse`.
 Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
@@ -114,23 +125,27 @@ class TableDecision:
     """Says how each table is synchronised from now on.
 
     **Attributes:** `chosen`: by table, its exchange and capacities. `why`: by table, the reason, for the plan.
+    `is_whole`: whether these reasons are those of a plan, which says there what changes the numbers too.
     """
 
     chosen: Chosen
     why: Mapping[str, str]
+    is_whole: bool = False
 
 
 def decide(
-    step: SparseStep, request: SyncRequest, samples: Mapping[str, list[np.ndarray]], mesh: Mesh
+    step: SparseStep,
+    request: SyncRequest,
+    samples: Mapping[str, list[np.ndarray]],
+    links: Mapping[tuple[str, ...], Link],
 ) -> TableDecision:
     """Decides schemes and capacities of the observed tables.
 
     **Arguments:** `step`: the tables of the step. `request`: how they are to be synchronised. `samples`: by table, the
-    ids of every observed step (`TableObserver.take_samples`). `mesh`: where the scheme of some table is to be chosen,
-    the links between its workers are measured."""
+    ids of every observed step (`TableObserver.take_samples`). `links`: the links between workers along mesh axes, for
+    all of `axes_to_measure`."""
     chosen: dict[str, tuple[Exchange, Capacities]] = {}
     why = {}
-    links: dict[tuple[str, ...], Link] = {}
     for table in step.tables:
         sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param).scheme
         scheme = table.scheme
@@ -150,12 +165,17 @@ def decide(
             assert isinstance(scheme, Scheme), "rows that no worker owns are exchanged by a scheme"
             chosen[table.param], why[table.param] = (scheme, scheme.plan(sparsity)), f"asked for; {seen}"
             continue
-        if sparsity.num_workers > 1 and table.axes not in links:
-            links[table.axes] = measure_link(mesh, table.axes)
         choice = choose(sparsity, links.get(table.axes, Link(0.0, float("inf"))), _candidates(step, table))
         chosen[table.param] = choice.scheme, choice.best.capacities
         why[table.param] = f"chosen: {choice.reason}; {seen}"
     return TableDecision(chosen, why)
+
+
+def axes_to_measure(step: SparseStep, request: SyncRequest) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes whose links `decide` asks for: those between the workers of tables whose scheme is to be
+    chosen, in the order of the tables. `step`, `request`: as for `decide`."""
+    chosen = (table for table in step.tables if not table.is_owned and request.of(table.param).scheme == AUTO)
+    return tuple(dict.fromkeys(table.axes for table in chosen if table.num_workers > 1))
 
 
 def _candidates(step: SparseStep, table: TableSync) -> list[Scheme]:
@@ -175,47 +195,53 @@ def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:
     return measure([list(step) for step in samples], table.num_rows, table.row_size, itemsize(table.dtype))
 
 
-def with_syncs(plan: Plan, step: SparseStep, decision: TableDecision | None) -> Plan:
-    """Returns the `plan` of a step some of whose tables are synchronised by rows.
+def predict_tables(
+    decided: Plan, dense: Sequence[Collective], step: SparseStep, decision: TableDecision | None
+) -> tuple[tuple[SyncPlan, ...], tuple[Collective, ...]]:
+    """Predicts a step some of whose tables are synchronised by rows. Returns the entries for its tables, and its
+    collectives.
 
-    **Arguments:** `step`: the tables. `decision`: their exchanges; None while the first steps are observed.
+    **Arguments:** `decided`: the plan, of which the layout is read. `dense`: the collectives where all gradients go
+    whole. `step`: the tables. `decision`: their exchanges; None while the first steps are observed.
 
     The dense exchanges of their gradients are replaced, and so are the gathers of tables that are stored in pieces:
     their rows are pulled, or left to XLA, which mostly finds them where they are."""
-    syncs = sync_plans(plan, step, decision)
-    names = {param: layer.name for layer in plan.layers for param in layer.params}
+    syncs = sync_plans(decided, dense, step, decision)
+    names = {param: layer.name for layer in decided.layers for param in layer.params}
     sparse = {table.param for table in step.tables}
-    stored = {f"{phase}: {param} is stored in pieces" for param in sparse for phase in ("forward", "backward")}
-    gone = stored | {_gradient_of(param) for param in sparse}
-    kept = tuple(collective for collective in plan.collectives if collective.why not in gone)
+    kept = tuple(
+        collective
+        for collective in dense
+        if not (collective.purpose.leaf in sparse and collective.purpose.kind in _OF_WHOLE_TABLES)
+    )
     exchanges = tuple(
         Collective(
             ROW_EXCHANGE,
             sync.axis,
             sync.bytes,
             names.get(sync.param, sync.param),
-            f"rows of the gradient of {sync.param}, by {sync.scheme}",
+            Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, sync.param, scheme=sync.scheme),
         )
         for sync in syncs
         if sync.param in sparse and sync.bytes
     )
-    notes = plan.notes if step.graph.tables else (*plan.notes, _nothing(gradient_in_loop(step.jaxpr)))
-    memory = predict_memory(
-        step.graph, plan.leaves, plan.mesh, plan.batch_axes, plan.replicated_batch, group_comm=plan.group_comm,
-        by_rows={table.param: _row_bytes(table, step.table_of(table)) for table in step.tables},
-    )  # fmt: skip
-    return dataclasses.replace(plan, syncs=syncs, collectives=kept + exchanges, notes=notes, memory=memory)
+    return syncs, kept + exchanges
+
+
+def row_bytes(step: SparseStep) -> dict[str, int]:
+    """Returns the bytes that a device has of the gradient of each table of `step` that goes by rows, by its path."""
+    return {table.param: _row_bytes(table, step.table_of(table)) for table in step.tables}
+
+
+def note_without_tables(step: SparseStep) -> str:
+    """Returns the note of a step that has no tables with lookups; empty for one that has some."""
+    return "" if step.graph.tables else _nothing(gradient_in_loop(step.jaxpr))
 
 
 def _nothing(in_loop: str) -> str:
     """Says that a step has no tables. `in_loop`: why, where its gradient is taken in a loop; else empty."""
     why = f": {in_loop}" if in_loop else ""
     return f"sync: no parameter is only looked up by rows, so there is nothing to synchronise by rows{why}"
-
-
-def _gradient_of(param: str) -> str:
-    """Returns the reason that a plan gives for the dense exchange of a parameter's gradient."""
-    return f"gradient of {param}"
 
 
 def _row_bytes(table: TableSync, traced: LookupTable) -> int:
@@ -235,27 +261,31 @@ def _row_bytes(table: TableSync, traced: LookupTable) -> int:
     return (num_ids + local + moved + residual) * table.row_size * itemsize(table.dtype)
 
 
-def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> tuple[SyncPlan, ...]:
-    """Returns the entries of `plan` for all tables of `step` with lookups, also for those that stay dense. `decision`:
-    their exchanges; None while the first steps are observed."""
+def sync_plans(
+    decided: Plan, dense: Sequence[Collective], step: SparseStep, decision: TableDecision | None
+) -> tuple[SyncPlan, ...]:
+    """Returns the entries for all tables of `step` with lookups, also for those that stay dense. `decided`, `dense`,
+    `decision`: as for `predict_tables`."""
     entries = []
     tables = {table.param: table for table in step.tables}
     for traced in step.graph.tables:
         table = tables.get(traced.param)
         dense_bytes = sum(
             collective.bytes
-            for collective in plan.collectives
-            if collective.why.partition(", onto")[0] == _gradient_of(traced.param)
+            for collective in dense
+            if collective.purpose.kind in GRADIENT_SUMS and collective.purpose.leaf == traced.param
         )
         if table is None:
-            why = (
-                decision.why[traced.param]
-                if decision is not None and traced.param in decision.why
-                else step.reasons[traced.param]
-            )
+            reasons = step.reasons if decision is None else {**step.reasons, **decision.why}
             entries.append(
                 SyncPlan(
-                    traced.param, Dense.name, "+".join(plan.batch_axes), traced.num_rows, dense_bytes, dense_bytes, why
+                    traced.param,
+                    Dense.name,
+                    "+".join(decided.batch_axes),
+                    traced.num_rows,
+                    dense_bytes,
+                    dense_bytes,
+                    reasons[traced.param],
                 )
             )
             continue
@@ -264,14 +294,8 @@ def sync_plans(plan: Plan, step: SparseStep, decision: TableDecision | None) -> 
         if decision is not None:
             sent = _predicted_bytes(table, sizes)
             why = decision.why[traced.param]
-        if table.wire_dtype:
-            read = ", and the rows that are read" if table.is_owned else ""
-            why = _once(
-                f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}",
-                why,
-            )
-        if traced.update is None:
-            why = _once(f"lazy, which changes the numbers: {traced.reason}", why)
+        if decision is None or not decision.is_whole:
+            why = "; ".join((*_changes(table, traced), why))
         entries.append(
             SyncPlan(
                 traced.param,
@@ -297,6 +321,10 @@ def _predicted_bytes(table: TableSync, sizes: Costs) -> int:
     return table.scheme.predicted_bytes(table.capacities, sizes)
 
 
-def _once(words: str, why: str) -> str:
-    """Returns a reason with words before it, unless it comes from a plan that has them."""
-    return why if words in why else f"{words}; {why}"
+def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
+    """Says what about the exchange of a table changes the numbers."""
+    if traced.update is None:
+        yield f"lazy, which changes the numbers: {traced.reason}"
+    if table.wire_dtype:
+        read = ", and the rows that are read" if table.is_owned else ""
+        yield f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}"

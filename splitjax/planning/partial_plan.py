@@ -1,30 +1,48 @@
-"""Writes partial backpropagation into a plan: who differentiates what, and what it sends.
+"""Predicts what partial backpropagation sends: who differentiates what, and the bytes that are exchanged for it.
 
-A plan of full backpropagation and the depths of a step come in, the plan with segments and with the bytes that they
-send on average comes out.
+The decisions about a step, the collectives of its full backpropagation and the depths of its workers come in; the
+segments of the plan and its collectives, with what is sent on average, come out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from splitjax.lower.partial.allreduce import in_groups, sent_bytes
 from splitjax.lower.partial.step import PartialStep
-from splitjax.plan import Collective, PartialPlan, Plan, SegmentPlan, spec_axes
+from splitjax.plan import (
+    GRADIENT_SUMS,
+    Collective,
+    PartialPlan,
+    Phase,
+    Plan,
+    Purpose,
+    PurposeKind,
+    SegmentPlan,
+    spec_axes,
+)
 
 HANDED = "collective_permute"  # the operation that hands gradients to workers that did not compute them
 
 
-def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPlan | None = None) -> Plan:
-    """Returns the `plan` of a step that is differentiated partially: its segments, and the exchange of their gradients
-    among the workers that computed them.
+def predict_partial(
+    decided: Plan,
+    dense: Sequence[Collective],
+    step: PartialStep,
+    platform: str,
+    pinned: PartialPlan | None = None,
+) -> tuple[PartialPlan, tuple[Collective, ...]]:
+    """Predicts a step that is differentiated partially. Returns its segments, and its collectives: gradients are
+    exchanged among the workers that computed them.
 
-    **Arguments:** `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`. `pinned`: the
-    partial plan that these depths come from; its times stay, which may have been measured."""
+    **Arguments:** `decided`: the plan, of which the layout is read. `dense`: the collectives of full backpropagation.
+    `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`. `pinned`: the partial plan that
+    these depths come from; its times stay, which may have been measured."""
     depths, axis = step.depths, "+".join(step.axes)
     num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
     sent: dict[str, tuple[float, float]] = {}  # parameter -> bytes that are summed, bytes that are handed on
-    sums = [collective for collective in plan.collectives if gradient_of(collective)]
+    sums = [collective for collective in dense if gradient_of(collective)]
     whole_bytes = {gradient_of(collective): collective.bytes for collective in sums}
     # The workers' axes at once, even where the plan sums over some of them onto parts, and the parts over the rest.
     wider = {gradient_of(collective) for collective in sums if not set(collective.axis.split("+")) <= set(step.axes)}
@@ -32,7 +50,7 @@ def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPl
     for number, segment in enumerate(depths.segments):
         count = len(depths.contributors(number))
         params = [step.params[position] for position in segment.operands]
-        sizes = {param: _bytes(plan, param, step.axes) for param in params}
+        sizes = {param: _bytes(decided, param, step.axes) for param in params}
         for param, size in sizes.items():
             if step.is_temporal:
                 sent[param] = whole_bytes.get(param, 0) * step.share_of_steps(number), 0.0
@@ -76,7 +94,7 @@ def with_partial(plan: Plan, step: PartialStep, platform: str, pinned: PartialPl
         partial = dataclasses.replace(
             partial, segments=tuple(timed), device_time=pinned.device_time, times=pinned.times
         )
-    return dataclasses.replace(plan, partial=partial, collectives=_collectives(plan, step, sent, axis))
+    return partial, _collectives(dense, step, sent, axis)
 
 
 def _bytes(plan: Plan, param: str, axes: tuple[str, ...]) -> int:
@@ -89,21 +107,21 @@ def _bytes(plan: Plan, param: str, axes: tuple[str, ...]) -> int:
 
 def gradient_of(collective: Collective) -> str:
     """Returns the path of the parameter whose gradient a planned `collective` sums; empty where it sums none."""
-    prefix = "gradient of "
-    return collective.why.removeprefix(prefix).partition(", onto")[0] if collective.why.startswith(prefix) else ""
+    return collective.purpose.leaf or "" if collective.purpose.kind in GRADIENT_SUMS else ""
 
 
 def _collectives(
-    plan: Plan, step: PartialStep, sent: dict[str, tuple[float, float]], axis: str
+    dense: Sequence[Collective], step: PartialStep, sent: dict[str, tuple[float, float]], axis: str
 ) -> tuple[Collective, ...]:
-    """Returns the plan's collectives: the exchanges of gradients with what they send on average (`sent`: by parameter,
-    the bytes that are summed and those that are handed on), all others as they are."""
+    """Returns the collectives of a step: those of gradients in `dense` with what they send on average (`sent`: by
+    parameter, the bytes that are summed and those that are handed on), all others as they are."""
     collectives, exchanged = [], set[str]()
-    for collective in plan.collectives:
-        param, why = gradient_of(collective), collective.why
+    for collective in dense:
+        param, purpose = gradient_of(collective), collective.purpose
         if param not in sent:
             # Stored weights of a spatial assignment are gathered once, in front of the branches.
-            if step.is_temporal or not (why.startswith("backward: ") and why.endswith(" is stored in pieces")):
+            again = purpose.kind == PurposeKind.STORED_WEIGHT and purpose.phase == Phase.BACKWARD
+            if step.is_temporal or not again:
                 collectives.append(collective)
             continue
         summed, handed = sent[param]
@@ -116,6 +134,6 @@ def _collectives(
         if round(summed):
             collectives.append(dataclasses.replace(collective, bytes=round(summed)))
         if round(handed):
-            handed_on = f"{why}, handed to workers that did not compute it"
+            handed_on = Purpose(PurposeKind.GRADIENT_HANDED, Phase.BACKWARD, param)
             collectives.append(Collective(HANDED, axis, round(handed), collective.layer, handed_on))
     return tuple(collectives)

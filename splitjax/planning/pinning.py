@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from splitjax import _compat
 from splitjax.errors import PlanError, SyncError
 from splitjax.lower.tables.finding import find_sparse
-from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.plan import Plan, SyncPlan
-from splitjax.planning.observing import TableDecision, sync_plans, with_syncs
+from splitjax.planning.draft import Draft
+from splitjax.planning.observing import TableDecision, note_without_tables, sync_plans
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import OWNED, exchange_of, name_of, options_of
 from splitjax.sync.scheme import ByRows
@@ -45,27 +45,20 @@ class _Known:
     decides: bool
 
 
-def synchronised(
-    graph: Graph,
-    jaxpr: _compat.ClosedJaxpr,
-    plan: Plan,
-    request: SyncRequest,
-    *,
-    pinned: Plan | None,
-    carried: Sequence[SyncPlan],
-    decision: TableDecision | None,
-) -> tuple[SparseStep, Plan, TableDecision | None]:
-    """Returns the tables of a step, its plan with them, and what was decided: None while steps are to be observed.
+def synchronise(draft: Draft) -> Draft:
+    """Returns the draft with its tables, and with what was decided about them: nothing while steps are to be observed.
 
-    **Arguments:**
+    A pinned plan decides, if it has schemes and capacities, unless steps were observed since; then what the run that is
+    resumed knew, if it fits and is what is asked for.
 
-    - `graph`, `jaxpr`: the traced step. `plan`: its plan, with dense exchanges of all gradients.
-    - `request`: how tables are to be synchronised.
-    - `pinned`: without a `decision` this plan decides, if it has schemes and capacities.
-    - `carried`: what the run that is resumed knew; decides then, if it fits and is what `request` asks for.
-    - `decision`: what follows from observed steps.
-
-    Raises `PlanError` for a pinned plan whose tables are not those of the step, naming the first difference."""
+    Raises `PlanError` for a pinned plan whose tables are not those of the step, naming the first difference, and what
+    `lower.tables.finding.find_sparse` raises."""
+    known, request = draft.known, draft.request.sync
+    pinned = None if known.observes else draft.request.pinned
+    if not draft.takes_gradient or not (pins_tables(pinned) or not request.is_dense):
+        return draft
+    graph, jaxpr, plan, decision = draft.graph, draft.traced.jaxpr, draft.decided, known.decision
+    carried = () if known.observes else known.carried
     if decision is None and pinned is not None and pins_tables(pinned):
         request = _request_of(pinned.syncs)
         decision = _decision_of(pinned.syncs)
@@ -80,16 +73,17 @@ def synchronised(
                 ),
             )
     elif decision is None and carried:
-        known = _Known("run that is resumed", carried, _decision_of(carried), decides=False)
-        problem = _first_difference(graph, jaxpr, plan, request, known)
+        of_run = _Known("run that is resumed", carried, _decision_of(carried), decides=False)
+        problem = _first_difference(graph, jaxpr, plan, request, of_run)
         if problem:
             logger.warning(
                 "splitjax: tables are observed anew, for what the resumed run knew of them does not fit: %s", problem
             )
         else:
-            decision = known.decision
-    sparse = find_sparse(graph, jaxpr, plan, request, None if decision is None else decision.chosen)
-    return sparse, with_syncs(plan, sparse, decision), decision
+            decision = of_run.decision
+    tables = find_sparse(graph, jaxpr, plan, request, None if decision is None else decision.chosen)
+    note = note_without_tables(tables)
+    return dataclasses.replace(draft, tables=tables, decision=decision).noting(*([note] if note else ()))
 
 
 def _request_of(syncs: Sequence[SyncPlan]) -> SyncRequest:
@@ -113,7 +107,7 @@ def _decision_of(syncs: Sequence[SyncPlan]) -> TableDecision:
             raise PlanError(
                 error.message, value=error.value, place=f"syncs[{number}].{error.place}", remedy=error.remedy
             ) from error
-    return TableDecision(chosen, {sync.param: sync.why for sync in syncs})
+    return TableDecision(chosen, {sync.param: sync.why for sync in syncs}, is_whole=True)
 
 
 def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, request: SyncRequest, known: _Known) -> str:
@@ -128,7 +122,7 @@ def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, requ
             return f"the step looks rows up in {param!r}, which is no table of the {where}"
     step = find_sparse(graph, jaxpr, plan, request, None)
     by_rows = {table.param: table for table in step.tables}
-    for here in sync_plans(plan, step, None):
+    for here in sync_plans(plan, (), step, None):
         param, there, table = here.param, sync_of[here.param], by_rows.get(here.param)
         if there.rows != here.rows:
             return f"{param!r} has {there.rows} rows in the {where} and {here.rows} in the step"

@@ -12,6 +12,8 @@ from splitjax.primitives import (
     example_rules,
     example_rules_mixing,
     linear,
+    rows,
+    traits,
     unknown,
 )
 
@@ -23,5 +25,7 @@ __all__ = [
     "example_rules",
     "example_rules_mixing",
     "linear",
+    "rows",
+    "traits",
     "unknown",
 ]

@@ -28,7 +28,6 @@ from splitjax.primitives.table import example_rule
 @example_rule(
     *ELEMENTWISE - {"select_n"},
     "bitcast_convert_type",
-    "expand_dims",
     "pvary",
     "random_bits",
     "random_clone",

@@ -44,7 +44,7 @@ def _fills_with_sums(params: Mapping[str, Any], _dtype_in: Any, dtype_out: Any) 
 
 OPERATIONS.state(
     """
-    add sub add_any concatenate stack pad neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum cumsum
+    add sub add_any concatenate stack pad neg reshape squeeze transpose broadcast_in_dim reduce_sum cumsum
     real imag conj copy copy_p rev slice name sharding_constraint stop_gradient pvary split unstack tile device_put
     reduce_window_sum _scan_in _scan_out _carry_in _carry_back _branch _gradient
     """,

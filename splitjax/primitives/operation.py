@@ -19,6 +19,7 @@ class Trait(enum.Enum):
     RESIZES = "it cuts, joins or pads a dim, which stays a dim of the same things"
     ARRANGES = "it puts several arrays side by side in one, or takes such an array apart"
     PRODUCT = "it adds up products of two operands over a dim"
+    COUNTED = "its operands count among what a backward pass keeps, although it is linear: an upper bound of memory"
     DRAWS = "it makes random numbers, the same on every device for the same key"
     COLLECTIVE = "it exchanges values between the devices of a `shard_map`"
 
@@ -65,6 +66,7 @@ class RowAction(enum.Enum):
 
     APART = "each row of its result is made of the same row of its operands"
     ARRANGES = "it changes shapes, and leaves rows where they are if `RowFacts.keeps` says so"
+    WHOLE = "it takes its operands whole, or moves or mixes their rows"
     REDUCES = "it reduces dims: rows apart where it keeps the leading one, a total over the rows where it does not"
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from splitjax._registry import broken, entry_points, load_entry_point
 from splitjax.primitives.dims import DimRule
 from splitjax.primitives.example_question import ExampleRule
 from splitjax.primitives.operation import Operation, Trait
@@ -21,9 +22,14 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Operation
 
 class Operations:
     """Maps names to operations. What users teach stands before what splitjax states, which comes back when the former
-    is forgotten."""
+    is forgotten.
 
-    def __init__(self) -> None:
+    `group`: the group of entry points of installed packages that teach further operations, each under the operation's
+    name; "" for none.
+    """
+
+    def __init__(self, group: str = "") -> None:
+        self._group = group
         self._stated: dict[str, Operation] = {}
         self._taught: dict[str, Operation] = {}
 
@@ -57,10 +63,24 @@ class Operations:
         """Returns the operation of an equation of `primitive` with these `params`; where nothing is known of it, one
         without facts.
 
-        A kernel that is known by its own name ("pallas_call:my_kernel") is asked for under it first.
+        A kernel that is known by its own name ("pallas_call:my_kernel") is asked for under it first. What nobody has
+        taught is looked for among the entry points. Raises `ExtensionError` for one that cannot be loaded.
         """
         name = qualified_name(primitive, params)
-        return self.get(name) or self.get(primitive) or Operation(name)
+        known = self.get(name) or self.get(primitive)
+        if known is None and self._group:
+            known = self._declared(name) or self._declared(primitive)
+        return known or Operation(name)
+
+    def _declared(self, name: str) -> Operation | None:
+        """Returns the operation `name` after loading the entry point that declares it, None where there is none."""
+        for point in entry_points(self._group):
+            if point.name == name:
+                load_entry_point(point)
+                if name not in self:
+                    raise broken(point, "it teaches no primitive of the entry point's name")
+                return self[name]
+        return None
 
     def __contains__(self, name: str) -> bool:
         return name in self._taught or name in self._stated
@@ -81,7 +101,7 @@ class Operations:
         return frozenset(name for name in self.names() if self[name].has(trait))
 
 
-OPERATIONS: Operations = Operations()
+OPERATIONS: Operations = Operations("splitjax.primitives")
 
 
 def qualified_name(primitive: str, params: Mapping[str, Any]) -> str:

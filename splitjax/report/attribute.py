@@ -32,7 +32,7 @@ class ReportedCollective:
     - `layer`: the layer that it belongs to; of the module around it where no layer is closer; empty for what belongs to
       none (the loss).
     - `phase`: `forward`, `backward` or `update`.
-    - `cause`: why it is there: the plan's own reason where it was planned. Empty where nothing is known.
+    - `cause`: why it is there, in words: the plan's own reason where it was planned. Empty where nothing is known.
     - `rule`: the sharding rule that decided the layer's weight; empty without a layer.
     - `known_by`: `dataflow`, `scope`, `name` or `line`: what the layer is known by.
     - `planned`: the planned collective that it realises; None where the plan has none.
@@ -40,6 +40,8 @@ class ReportedCollective:
     - `differs`: how it differs from the planned ones, in words; empty where it does not.
     - `source`: the user's `file:line (function)` of the operation that it serves, or, where XLA has none, of an
       operation nearby.
+    - `cause_beside`: of a collective that was not planned, the cause as it reads beside the name of the layer, which it
+      does not say again; empty where it reads alike.
     """
 
     compiled: CompiledCollective
@@ -52,6 +54,7 @@ class ReportedCollective:
     differs: str = ""
     source: str = ""
     also: tuple[Collective, ...] = ()
+    cause_beside: str = ""
 
     @property
     def realised(self) -> tuple[Collective, ...]:
@@ -127,17 +130,21 @@ def _counted(evidence: Evidence) -> Evidence:
 def _reported(evidence: Evidence, flow: Dataflow, step: Step, realised: Sequence[Collective]) -> ReportedCollective:
     """Puts a compiled collective beside `realised`, the planned ones that it realises."""
     layer = realised[0].layer if realised else evidence.layer
+    cause, cause_beside = "; ".join(dict.fromkeys(planned.why for planned in realised)), ""
+    if not realised:
+        cause, cause_beside = cause_of(evidence, flow, step), cause_of(evidence, flow, step, layer)
     return ReportedCollective(
         evidence.collective,
         layer,
         evidence.phase,
-        "; ".join(dict.fromkeys(planned.why for planned in realised)) or cause_of(evidence, flow, step),
+        cause,
         rule=next((layer_plan.rule for layer_plan in step.plan.layers if layer_plan.name == layer), ""),
         known_by=evidence.known_by,
         planned=realised[0] if realised else None,
         differs=difference(evidence, realised) if realised else "",
         source=evidence.frames[0] if evidence.frames else _line_nearby(evidence, flow),
         also=tuple(realised[1:]),
+        cause_beside=cause_beside if cause_beside != cause else "",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from splitjax.plan import DENSE_GRADIENTS, beside
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import (
     BACKWARD,
@@ -49,7 +50,7 @@ _REDUCTIONS = (
 _ORDERS = ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
 
 
-def cause_of(evidence: Evidence, flow: Dataflow, step: Step) -> str:
+def cause_of(evidence: Evidence, flow: Dataflow, step: Step, layer: str = "") -> str:
     """Returns the reason of a collective that no planned one explains; empty where there is no evidence for any.
 
     **Arguments:**
@@ -57,37 +58,41 @@ def cause_of(evidence: Evidence, flow: Dataflow, step: Step) -> str:
     - `evidence`: what is known of the collective.
     - `flow`: the dataflow of the module that holds it.
     - `step`: the planned step that the module was compiled from.
+    - `layer`: the layer beside whose name the reason stands, if it does (`splitjax.plan.beside`).
     """
-    collective = evidence.collective
+    collective, leaf = evidence.collective, beside(evidence.leaf, layer)
     over = f"split over {collective.axis}"
     if evidence.about == GRADIENT:
-        further = any(planned.why.startswith(f"gradient of {evidence.leaf}") for planned in step.plan.collectives)
-        return f"a further part of the gradient of {evidence.leaf}" if further else f"gradient of {evidence.leaf}"
+        further = any(
+            planned.purpose.leaf == evidence.leaf and planned.purpose.kind in DENSE_GRADIENTS
+            for planned in step.plan.collectives
+        )
+        return f"a further part of the gradient of {leaf}" if further else f"gradient of {leaf}"
     if evidence.about == FALLBACK:
         when = "in steps for which its capacities do not suffice"
-        return f"all rows of the gradient of {evidence.leaf}, {when}: not counted"
+        return f"all rows of the gradient of {leaf}, {when}: not counted"
     if evidence.about == ROWS:
-        return f"rows of the gradient of {evidence.leaf}"
+        return f"rows of the gradient of {leaf}"
     if evidence.about == SUMMED:
-        return f"gradient of {evidence.leaf}"
+        return f"gradient of {leaf}"
     if evidence.about == HANDED:
-        return f"gradient of {evidence.leaf}, handed to workers that did not compute it"
+        return f"gradient of {leaf}, handed to workers that did not compute it"
     if evidence.about == MOVED:
-        return f"the gradient of {evidence.leaf} is summed in another layout than its update needs"
+        return f"the gradient of {leaf} is summed in another layout than its update needs"
     if evidence.about == WEIGHT:
-        return f"{evidence.leaf} is laid out otherwise than the {evidence.phase} pass reads it"
+        return f"{leaf} is laid out otherwise than the {evidence.phase} pass reads it"
     if evidence.about == STATE:
         node = evidence.node
         new = node is not None and all(step.leaf(flow.origin(source)) is None for source in flow.sources(node))
         return (
-            f"XLA computes the new {evidence.leaf} in another layout than the plan has for it"
+            f"XLA computes the new {leaf} in another layout than the plan has for it"
             if new
-            else f"{evidence.leaf} is laid out otherwise than it is read"
+            else f"{leaf} is laid out otherwise than it is read"
         )
     if evidence.about == STATISTIC:
-        return f"batch statistics: {evidence.leaf}"
+        return f"batch statistics: {leaf}"
     if evidence.about == BATCH:
-        return f"{evidence.leaf} is laid out otherwise than it is read"
+        return f"{leaf} is laid out otherwise than it is read"
     operation = primitive(evidence.op_name)
     if not operation:
         return ""

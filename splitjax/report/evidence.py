@@ -18,7 +18,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from splitjax.plan import Plan
+from splitjax.plan import DENSE_GRADIENTS, Plan
 from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
 from splitjax.report.hlo import CompiledCollective
 from splitjax.trace.graph import Graph
@@ -292,7 +292,7 @@ def _phase(op_name: str, step: Step) -> str:
     if "transpose(" in op_name:
         return BACKWARD
     differentiates = any(role == "optimizer" for role in step.roles.values()) or any(
-        planned.why.startswith("gradient") for planned in step.plan.collectives
+        planned.purpose.kind in DENSE_GRADIENTS for planned in step.plan.collectives
     )
     return FORWARD if "jvp(" in op_name or not differentiates else UPDATE
 

@@ -18,10 +18,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from splitjax.cost.ring import carried_bytes
-from splitjax.plan import Collective, PartialPlan
+from splitjax.plan import Collective, PartialPlan, Purpose, PurposeKind
 from splitjax.report.evidence import (
     BACKWARD,
-    FORWARD,
     GRADIENT,
     HANDED,
     MOVED,
@@ -37,14 +36,16 @@ from splitjax.report.evidence import (
 )
 from splitjax.report.shared_sums import Sums, further_axes, gathered_examples, summed_together
 
-_GRADIENT = re.compile(r"gradient of (.+?)(?:, onto its split optimizer state)?")
-_HANDED = re.compile(
-    r"gradient of (.+?)(?:, onto its split optimizer state)?, handed to workers that did not compute it"
-)
-_GROUPS = re.compile(r"gradient of (.+), its groups put together")
-_STORED = re.compile(r"(forward|backward): (.+) is stored in pieces")
-_ROWS = re.compile(r"rows of the gradient of (.+), by \w+")
-_NEW = re.compile(r"new value of (.+?)(?:, from its split optimizer state)?")
+# What the evidence of a compiled collective says it is about, by the kind of the planned one; all others move values.
+_ABOUT: Mapping[PurposeKind, str] = {
+    PurposeKind.GRADIENT: GRADIENT,
+    PurposeKind.GRADIENT_ONTO_STATE: GRADIENT,
+    PurposeKind.GRADIENT_GROUPS: MOVED,
+    PurposeKind.GRADIENT_HANDED: HANDED,
+    PurposeKind.GRADIENT_ROWS: ROWS,
+    PurposeKind.STORED_WEIGHT: WEIGHT,
+    PurposeKind.NEW_VALUE: STATE,
+}
 # Operations whose partial results a planned exchange of activations sums: not the statistics of a norm, say.
 _CARRIERS = frozenset(
     {
@@ -63,36 +64,9 @@ _CARRIERS = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Purpose:
-    """Says what a planned collective is for, in the terms of `report.evidence`.
-
-    **Attributes:**
-
-    - `about`, `phase`: as in `Evidence`.
-    - `leaf`: the path of the leaf that it is of; empty for activations.
-    """
-
-    about: str
-    phase: str
-    leaf: str  # empty for activations
-
-
-def purpose(planned: Collective) -> Purpose:
-    """Reads the purpose of `planned` from the reason that `cost.collectives` gave."""
-    if match := _HANDED.fullmatch(planned.why):
-        return Purpose(HANDED, BACKWARD, match.group(1))
-    if match := _GROUPS.fullmatch(planned.why):
-        return Purpose(MOVED, BACKWARD, match.group(1))
-    if match := _GRADIENT.fullmatch(planned.why):
-        return Purpose(GRADIENT, BACKWARD, match.group(1))
-    if match := _ROWS.fullmatch(planned.why):
-        return Purpose(ROWS, BACKWARD, match.group(1))
-    if match := _STORED.fullmatch(planned.why):
-        return Purpose(WEIGHT, match.group(1), match.group(2))
-    if match := _NEW.fullmatch(planned.why):
-        return Purpose(STATE, UPDATE, match.group(1))
-    return Purpose(VALUE, BACKWARD if planned.why.startswith("backward") else FORWARD, "")
+def about(purpose: Purpose) -> str:
+    """Says what a planned collective of this purpose is about, in the terms of `Evidence.about`."""
+    return _ABOUT.get(purpose.kind, VALUE)
 
 
 def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[tuple[Collective, ...], ...], tuple[Collective, ...]]:
@@ -140,8 +114,11 @@ def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[tuple[Collecti
 
 def _sums(left: Mapping[int, Collective]) -> Sums:
     """Returns the sums of gradients among planned collectives, with the parameters of these."""
-    purposes = {number: purpose(planned) for number, planned in left.items()}
-    return {number: (why.leaf, left[number]) for number, why in purposes.items() if why.about == GRADIENT}
+    return {
+        number: (planned.purpose.leaf or "", planned)
+        for number, planned in left.items()
+        if about(planned.purpose) == GRADIENT
+    }
 
 
 def _unshared(compiled: Evidence, partial: PartialPlan | None) -> Evidence:
@@ -182,17 +159,14 @@ def _pair(
     """Maps the position of a compiled collective to the number of the planned one that it realises, and to that one
     with its share of the bytes. `collectives` are the planned ones by number."""
     left = dict(collectives)
-    purposes = {number: purpose(planned) for number, planned in left.items()}
     paired: dict[int, tuple[int, Collective]] = {}
 
-    def match(
-        fits: Callable[[Evidence, Collective, Purpose], bool], cost: Callable[[Evidence, Collective], object]
-    ) -> None:
+    def match(fits: Callable[[Evidence, Collective], bool], cost: Callable[[Evidence, Collective], object]) -> None:
         """Pairs what is left, in order: each compiled collective with the cheapest planned one that fits."""
         for position, compiled in enumerate(evidence):
             if position in paired:
                 continue
-            fitting = [number for number, planned in left.items() if fits(compiled, planned, purposes[number])]
+            fitting = [number for number, planned in left.items() if fits(compiled, planned)]
             if fitting:
                 best = min(fitting, key=lambda number: (cost(compiled, left[number]), number))
                 paired[position] = best, left.pop(best)
@@ -210,40 +184,41 @@ def _pair(
         return abs(step.order.get(compiled.layer, 0) - step.order.get(planned.layer, 0))
 
     for number, planned in list(left.items()):
-        wanted = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}.get(purposes[number].about)
+        wanted = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}.get(about(planned.purpose))
         messages = [
             k
             for k, compiled in enumerate(evidence)
-            if wanted is not None and (compiled.about, compiled.leaf) == (wanted, purposes[number].leaf)
+            if wanted is not None and (compiled.about, compiled.leaf) == (wanted, planned.purpose.leaf)
         ]
         if messages:
             del left[number]
             for k, part in _dealt(planned, messages, evidence).items():
                 paired[k] = number, dataclasses.replace(part, op=evidence[k].collective.op) if wanted == ROWS else part
 
-    by_leaf = lambda compiled, planned, why: (
-        compiled.leaf != "" and (compiled.about, compiled.leaf) == (why.about, why.leaf)
+    by_leaf = lambda compiled, planned: (
+        compiled.leaf != "" and (compiled.about, compiled.leaf) == (about(planned.purpose), planned.purpose.leaf)
     )
     match(
-        lambda compiled, planned, why: (
-            by_leaf(compiled, planned, why)
+        lambda compiled, planned: (
+            by_leaf(compiled, planned)
             and same(compiled, planned)
-            and why.phase in (compiled.phase, BACKWARD, UPDATE)
+            and planned.purpose.phase in (compiled.phase, BACKWARD, UPDATE)
         ),
         _nothing,
     )
     match(
-        lambda compiled, planned, why: (
-            by_leaf(compiled, planned, why) and (why.about != WEIGHT or compiled.phase == why.phase)
+        lambda compiled, planned: (
+            by_leaf(compiled, planned) and (compiled.about != WEIGHT or compiled.phase == planned.purpose.phase)
         ),
         _nothing,
     )
     match(by_leaf, _nothing)
 
-    def activation(compiled: Evidence, why: Purpose) -> bool:
+    def activation(compiled: Evidence, planned: Collective) -> bool:
         sums = compiled.collective.op in ("all_reduce", "reduce_scatter")
         carries = bool(compiled.collective.shape) and (not sums or primitive(compiled.op_name) in _CARRIERS)
-        return compiled.about in (VALUE, WEIGHT) and why.about == VALUE and compiled.phase == why.phase and carries
+        moves = compiled.about in (VALUE, WEIGHT) and about(planned.purpose) == VALUE
+        return moves and compiled.phase == planned.purpose.phase and carries
 
     def alike(compiled: Evidence, planned: Collective) -> bool:
         return same(compiled, planned) and any(
@@ -251,13 +226,13 @@ def _pair(
         )
 
     match(
-        lambda compiled, planned, why: (
-            activation(compiled, why) and alike(compiled, planned) and compiled.layer == planned.layer
+        lambda compiled, planned: (
+            activation(compiled, planned) and alike(compiled, planned) and compiled.layer == planned.layer
         ),
         _nothing,
     )
     for number, planned in list(left.items()):
-        parts = _parts(evidence, paired, planned, purposes[number])
+        parts = _parts(evidence, paired, planned)
         if parts:
             del left[number]
             paired |= {
@@ -265,18 +240,18 @@ def _pair(
                 for position in parts
             }
     match(
-        lambda compiled, planned, why: (
-            activation(compiled, why) and same_size(compiled, planned) and compiled.layer == planned.layer
+        lambda compiled, planned: (
+            activation(compiled, planned) and same_size(compiled, planned) and compiled.layer == planned.layer
         ),
         _nothing,
     )
     match(
-        lambda compiled, planned, why: activation(compiled, why) and alike(compiled, planned) and bool(compiled.layer),
+        lambda compiled, planned: activation(compiled, planned) and alike(compiled, planned) and bool(compiled.layer),
         distance,
     )
     match(
-        lambda compiled, planned, why: (
-            activation(compiled, why)
+        lambda compiled, planned: (
+            activation(compiled, planned)
             and same_size(compiled, planned)
             and compiled.collective.axis == planned.axis
             and bool(compiled.layer)
@@ -286,17 +261,18 @@ def _pair(
     )
     # Of an elementwise operation behind a product nothing tells the layer.
     match(
-        lambda compiled, planned, why: (
-            activation(compiled, why) and alike(compiled, planned) and not compiled.layer and compiled.about == VALUE
+        lambda compiled, planned: (
+            activation(compiled, planned)
+            and alike(compiled, planned)
+            and not compiled.layer
+            and compiled.about == VALUE
         ),
         _nothing,
     )
     return paired
 
 
-def _parts(
-    evidence: Sequence[Evidence], paired: Mapping[int, object], planned: Collective, why: Purpose
-) -> tuple[int, ...]:
+def _parts(evidence: Sequence[Evidence], paired: Mapping[int, object], planned: Collective) -> tuple[int, ...]:
     """Returns the positions of collectives that together are a planned one: those in a loop, say, and the last beside
     it, of arrays of one shape. Their bytes add up to the byte, or there are none. Outside a derivative both passes read
     `update`, and come in the program's order."""
@@ -304,9 +280,9 @@ def _parts(
     for position, compiled in enumerate(evidence):
         fits = (
             position not in paired
-            and why.about == VALUE == compiled.about
+            and about(planned.purpose) == VALUE == compiled.about
             and compiled.layer == planned.layer
-            and compiled.phase in (why.phase, UPDATE)
+            and compiled.phase in (planned.purpose.phase, UPDATE)
             and (compiled.collective.op, compiled.collective.axis) == (planned.op, planned.axis)
         )
         if fits:

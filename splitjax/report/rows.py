@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 from splitjax.display.figures import bytes_text
-from splitjax.plan import Collective
+from splitjax.plan import Collective, beside
 from splitjax.report.attribute import ReportedCollective
 from splitjax.report.table import MIN_FOLD
 from splitjax.report.value import Report, Total
@@ -164,15 +164,17 @@ def _row(collective: ReportedCollective) -> CollectiveRow:
         notes.append(f"runs {100 * collective.compiled.share:.3g} % of the time")
     elif collective.compiled.conditional:
         notes.append("in a branch")
-    why = "; ".join(part for part in (collective.cause or "unattributed", *notes) if part)
+    planned = dict.fromkeys(planned.purpose.sentence(collective.layer) for planned in collective.realised)
+    cause = "; ".join(planned) or collective.cause_beside or collective.cause
+    why = "; ".join(part for part in (cause or "unattributed", *notes) if part)
     return CollectiveRow(
         collective.layer,
         collective.op,
         collective.axis,
         collective.predicted_bytes,
         collective.bytes,
-        _within(why, collective.layer),
-        _within(collective.rule, collective.layer),
+        why,
+        _rule_beside(collective.rule, collective.layer),
         short_source(collective.source),
     )
 
@@ -184,20 +186,18 @@ def _missing_row(collective: Collective) -> CollectiveRow:
         collective.axis,
         collective.bytes,
         0,
-        _within(collective.why, collective.layer),
+        collective.purpose.sentence(collective.layer),
         "",
         "",
     )
 
 
-def _within(text: str, layer: str) -> str:
-    """Returns a text that stands beside a layer's name, which it need not say again: `gradient of kernel`; of another
-    layer's name it leaves out what both share."""
-    if not layer:
-        return text
-    shared = layer.rpartition("/")[0]
-    text = text.replace(f"{layer}/", "").replace(f" {layer}", " it")
-    return text.replace(f" {shared}/", " ").replace(f"with {shared}/", "with ") if shared else text
+def _rule_beside(rule: str, layer: str) -> str:
+    """Returns a rule as it reads beside a layer's name: with the parameter that it names, `ties with PATH` or
+    `RULE (with PATH)`, said as `splitjax.plan.beside` says it."""
+    head, with_, path = rule.rpartition("with ")
+    name, bracket = path.removesuffix(")"), ")" if path.endswith(")") else ""
+    return f"{head}{with_}{beside(name, layer)}{bracket}" if with_ else rule
 
 
 def _fold(rows: Iterable[CollectiveRow]) -> tuple[CollectiveRow, ...]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from splitjax.display.figures import bytes_text, percent_saved
-from splitjax.plan import LayerPlan, LeafPlan, Plan, spec_text
+from splitjax.plan import BoundaryPlan, LayerPlan, LeafPlan, Plan, spec_text
 
 # Fewer repetitions than this are shown by themselves: folding two layers hides more than it saves.
 MIN_FOLD = 3
@@ -177,6 +177,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
             [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"],
         ),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
+        ("gradient", [_boundary(boundary) for boundary in plan.boundaries if boundary.how != "whole" or boundary.why]),
         ("optimizer", _optimizer(plan)),
         ("statistics", _arrays(plan, "statistic")),
         ("tables", _tables(plan)),
@@ -192,6 +193,19 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("notes", list(plan.notes)),
     )
     return tuple((title, tuple(lines)) for title, lines in sections if lines)
+
+
+def _boundary(boundary: BoundaryPlan) -> str:
+    """Returns how a gradient boundary runs, as a sentence without its full stop."""
+    number = boundary.num_parts
+    how = {
+        "whole": "with all examples at once",
+        "microbatches": "in one loop for each worker" if number == 1 else f"in {number} microbatches",
+        "turns": f"in {number} turns behind the crossing",
+        "truncated": f"to {number} depths, each worker to its own",
+        "own loss": f"to {number} depths, each worker with the loss of its own examples",
+    }[boundary.how]
+    return f"{boundary.label} is differentiated {how}" + (f": {boundary.why}" if boundary.why else "")
 
 
 _CROSSINGS = {

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from splitjax._plan_json import MESH_FORM
+from splitjax._plan_json import COLLECTIVE_FORM, MESH_FORM, PURPOSE_FORM
 from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Memory, Plan
+from splitjax.plan import Collective, Memory, Plan, Purpose
 from splitjax.report.attribute import ReportedCollective, attribute
 from splitjax.report.depths import ReportedDepth, read_depths
 from splitjax.report.hlo import CompiledCollective
@@ -240,9 +240,10 @@ def _written_collective(collective: ReportedCollective) -> dict[str, Any]:
     fields, compiled = fields_of(collective), fields_of(collective.compiled)
     del fields["compiled"], compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
-    planned, also = fields.pop("planned"), fields.pop("also")
+    planned, also, beside = fields.pop("planned"), fields.pop("also"), fields.pop("cause_beside")
     # Left out where there is none, as by reports of before.
-    return {**first, **fields, "planned": planned, **({"also": also} if also else {}), **compiled}
+    more = {name: value for name, value in (("also", also), ("cause_beside", beside)) if value}
+    return {**first, **fields, "planned": planned, **more, **compiled}
 
 
 def _read_collective(codec: Codec[Any], values: Any, place: str) -> ReportedCollective:
@@ -262,6 +263,8 @@ _JSON = Codec(
     format=FORMAT,
     forms={
         MeshShape: MESH_FORM,
+        Collective: COLLECTIVE_FORM,
+        Purpose: PURPOSE_FORM,
         Report: Form(_written, unread=("by_op", "by_layer")),
         ReportedCollective: Form(_written_collective, _read_collective),
     },

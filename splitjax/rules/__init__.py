@@ -7,6 +7,6 @@ decide, `lint` finds mistakes, and `sharded_state` spreads optimizer state furth
 from splitjax.rules.assign import Assignment, assign
 from splitjax.rules.lint import Finding, lint
 from splitjax.rules.rule import Rule
-from splitjax.rules.ruleset import RuleSet, available, load_rules
+from splitjax.rules.ruleset import RuleSet, available, load_rules, register_rules
 
-__all__ = ["Assignment", "Finding", "Rule", "RuleSet", "assign", "available", "lint", "load_rules"]
+__all__ = ["Assignment", "Finding", "Rule", "RuleSet", "assign", "available", "lint", "load_rules", "register_rules"]

@@ -14,6 +14,7 @@ import re
 import tomllib
 from typing import Any
 
+from splitjax._registry import NamedRegistry, is_reference, load_reference
 from splitjax.errors import RuleError, UnavailableError
 from splitjax.rules.rule import Mistake, Rule, closest
 
@@ -104,13 +105,51 @@ def available() -> dict[str, Any]:
     return {file.name.removesuffix(_SUFFIX): file for file in files}
 
 
+def register_rules(rules: RuleSet) -> RuleSet:
+    """Makes the rule set `rules` known by its name, as `rules="name"` takes it, and returns it.
+
+    Raises `RuleError` for what is no rule set, and for a name that is taken.
+    """
+    if not isinstance(rules, RuleSet):
+        raise RuleError(
+            "a rule set is a splitjax.RuleSet",
+            value=rules,
+            place=_REGISTER,
+            remedy="make it with splitjax.RuleSet(name, rules)",
+        )
+    if rules.name in available():
+        raise RuleError(
+            "splitjax has a rule set of this name",
+            value=rules.name,
+            place=_REGISTER,
+            remedy="choose another name",
+        )
+    RULE_SETS.add(rules.name, rules, same=lambda known, again: known == again)
+    return rules
+
+
+def _accept(name: str, loaded: Any) -> None:
+    """Registers the rule set that an entry point called `name` has loaded, where importing it did not."""
+    if not isinstance(loaded, RuleSet):
+        raise TypeError(f"it names {loaded!r}, which is no splitjax.RuleSet")
+    RULE_SETS.add(name, loaded)
+
+
+_REGISTER = "splitjax.rules.register_rules"
+RULE_SETS: NamedRegistry[RuleSet] = NamedRegistry(
+    "rule set", group="splitjax.rules", error=RuleError, register=_REGISTER, accept=_accept
+)
+
+
 def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
     """Returns the rule set for what the user gave.
 
-    `source` is a `RuleSet` (returned as it is), the name of a shipped one, or a path to a TOML file.
+    `source` is a `RuleSet` (returned as it is); the name of a shipped one, of one that `register_rules` made known, or
+    of one that an installed package declares; a reference to one, `package.module:RULES`; or a path to a TOML file.
 
-    Raises `RuleError`, with file, rule and key as its place, for an unknown name, a file that cannot be read, or
-    a mistake in it; `UnavailableError` for `"auto"`.
+    Raises `RuleError`, with file, rule and key as its place, for an unknown name, a file or module that cannot be read,
+    or a mistake in it; `ExtensionError` for an installed package that cannot be loaded; `UnavailableError` for
+    `"auto"`.
     """
     if isinstance(source, RuleSet):
         return source
@@ -128,14 +167,28 @@ def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
             place="rules",
             remedy=f"use one of {', '.join(available())}, or splitjax.RuleSet(name, rules)",
         )
+    if isinstance(source, str) and is_reference(source):
+        named = load_reference(source, place="rules", error=RuleError)
+        if not isinstance(named, RuleSet):
+            raise RuleError(
+                f"the reference names {type(named).__name__}, which is no rule set",
+                value=source,
+                place="rules",
+                remedy="name a splitjax.RuleSet of the module",
+            )
+        return named
     if isinstance(source, str) and not source.endswith(_SUFFIX) and not re.search(r"[/\\]", source):
         shipped = available()
         if source not in shipped:
+            if RULE_SETS.knows(source):
+                return RULE_SETS[source]
+            known = [*shipped, *RULE_SETS]
             raise RuleError(
-                f"there is no rule set {source!r}{closest(source, list(shipped))}",
+                f"there is no rule set {source!r}{closest(source, known)}",
                 value=source,
                 place="rules",
-                remedy=f"use one of {', '.join(shipped)}, or give a path that ends in {_SUFFIX}",
+                remedy=f"use one of {', '.join(known)}, give a path that ends in {_SUFFIX}, or make one known with"
+                f" {_REGISTER}",
             )
         return parse_rules(shipped[source].read_text(encoding="utf-8"), f"sharding_rules/{source}{_SUFFIX}")
     file = pathlib.Path(source)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 
 from splitjax import _compat
-from splitjax.errors import MicrobatchError, SplitjaxError, TraceError
+from splitjax.errors import MicrobatchError, Refusal, SplitjaxError, TraceError
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
 from splitjax.step.states import match_states
@@ -23,7 +23,7 @@ from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
 
 Retrace = Callable[[Sequence[jax.ShapeDtypeStruct]], _compat.ClosedJaxpr]
-Resized = Callable[[int], _compat.ClosedJaxpr]
+Resized = Callable[[int], _compat.ClosedJaxpr | Refusal]
 
 
 class StepFunction(Protocol):
@@ -62,7 +62,7 @@ class Traced:
     - `matched`: flat argument of a state leaf -> its flat result; empty for an evaluation.
     - `retrace(leaves)`: traces the step for other flat arguments (`ShapeDtypeStruct`s).
     - `resized(num_examples)`: returns the closed jaxpr of the step with another number of examples, and remembers it.
-      Raises `MicrobatchError` where the step cannot be traced so.
+      Returns a refusal where the step cannot be traced so.
     """
 
     bound: Bound
@@ -123,11 +123,11 @@ def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
     **Arguments:** `bound`: the call of the step: its arguments, and which of them are the batch. `retrace`: as
     `Traced.retrace`.
 
-    The function remembers what it traced, and raises `MicrobatchError` where the step cannot be traced.
+    The function remembers what it traced, and returns a refusal where the step cannot be traced.
     """
 
     @functools.cache
-    def resized(num_examples: int) -> _compat.ClosedJaxpr:
+    def resized(num_examples: int) -> _compat.ClosedJaxpr | Refusal:
         leaves = [
             jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
             if argument.is_batch and leaf.shape
@@ -136,14 +136,17 @@ def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
         ]
         try:
             return retrace(leaves)
+        except MicrobatchError as error:  # the step is made of another, which cannot be had at this size
+            return Refusal(error.message, error.value, error.place, error.remedy, cause=error)
         except SplitjaxError:
             raise
         except Exception as error:
-            raise MicrobatchError(
+            return Refusal(
                 f"the step cannot be traced with {num_examples} examples: {error}",
                 value=num_examples,
                 place="microbatches",
                 remedy="write the step for any batch size, or use microbatches=None",
-            ) from error
+                cause=error,
+            )
 
     return resized

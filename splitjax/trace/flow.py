@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.classes import Atoms
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 
@@ -60,11 +62,6 @@ class ValueFacts:
         return self.carrying[value] or self.effect[value] is not None
 
 
-# These cut, join or pad a dim: a dim of examples becomes another dim of examples, of another size.
-_RESIZES = frozenset({"concatenate", "slice", "dynamic_slice", "pad", "split"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-
-
 def example_labels(
     flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
@@ -86,7 +83,9 @@ def example_labels(
     if num < 2:
         return frozenset(whole), frozenset()
     parts: set[int] = set()
-    resizes = [op for op in flat.ops if op.primitive in _RESIZES or op.primitive == "gather"]
+    # A dim of examples that is cut, joined or padded becomes another dim of examples, of another size.
+    resizing = OPERATIONS.with_trait(Trait.RESIZES)
+    resizes = [op for op in flat.ops if op.primitive in resizing or op.primitive == "gather"]
     changed = bool(resizes)
     while changed:
         changed = False
@@ -251,9 +250,9 @@ def _data_seeds(flat: FlatStep, arguments: Sequence[Argument], has_examples: boo
 def _with_products(flat: FlatStep, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
     """Adds to the example-carrying values what differentiated products make of the batch when no example is left in it
     (nodes pooled to graphs, say)."""
-    goal = list(carrying)
+    goal, products = list(carrying), OPERATIONS.with_trait(Trait.PRODUCT)
     for op in flat.ops:
-        if op.primitive in _PRODUCTS and (op.inside or op.phase == FORWARD):
+        if op.primitive in products and (op.inside or op.phase == FORWARD):
             for v in op.outputs:
                 goal[v] = goal[v] or data[v]
     return goal

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from splitjax.primitives.dims import DimMap, Label
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
 from splitjax.trace.uses import RawUse
 
 Names = tuple[str | None, ...]
-# A part of a dim, and a dim made of parts, have the dim's name.
-_PARTS = frozenset({"slice", "split", "dynamic_slice", "pad", "concatenate"})
 
 
 def name_dims(
@@ -99,7 +99,8 @@ def _operand_names(
 ) -> list[str | None]:
     """Names the dims of operand `k` after the labels, or the dims of which it is a part."""
     own = [next((by_label[label] for label in dim if label in by_label), None) for dim in dim_map.inputs[k]]
-    if op.primitive in _PARTS and len(own) == len(flat.shapes[op.outputs[0]]):
+    # A part of a dim, and a dim made of parts, have the dim's name.
+    if OPERATIONS.of(op.primitive, op.params).has(Trait.RESIZES) and len(own) == len(flat.shapes[op.outputs[0]]):
         parts = [names for names in results if names]
         own = [name or next((names[d] for names in parts if names[d]), None) for d, name in enumerate(own)]
     return own

@@ -14,11 +14,14 @@ not told from one that does not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from splitjax.primitives.operation import RowAction, RowFacts, Trait
+from splitjax.primitives.rows import row_facts
+from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.graph import RowUpdate
 
@@ -159,8 +162,8 @@ class _Walk:
                     continue
                 self.rest.setdefault(op.outputs[0], self.numbers.get(op.inputs[0], Number()))
                 continue
-            if op.primitive in _VALUES and len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs):
-                self.numbers[op.outputs[0]] = _combine(op, [self.numbers[v] for v in op.inputs])
+            if self._facts(op).value is not None and len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs):
+                self.numbers[op.outputs[0]] = _combine(op, self._facts(op), [self.numbers[v] for v in op.inputs])
             if any(v in self.rest for v in op.inputs):
                 problem = self._step(op, behind)
                 if problem is not None and behind and any(v in self.rest and v in self.behind for v in op.inputs):
@@ -175,14 +178,20 @@ class _Walk:
             for source, target in zip(op.inputs, op.outputs, strict=True):
                 self._hand_on(source, target)
             return None
-        if name in SHAPES:
-            if not SHAPES[name](op, self.flat.shapes[op.inputs[0]], self.flat.shapes[op.outputs[0]]):
+        facts = self._facts(op)
+        if facts.keeps is not None:
+            if not facts.keeps(op.params, self.flat.shapes[op.inputs[0]], self.flat.shapes[op.outputs[0]]):
                 return f"{name} moves the rows of the gradient"
             self._hand_on(op.inputs[0], op.outputs[0])
             return None
-        if name in REDUCTIONS:
-            return self._reduce(op, behind)
-        return self._elementwise(op, behind)
+        if facts.action is RowAction.REDUCES:
+            return self._reduce(op, facts, behind)
+        return self._apart(op, facts, behind)
+
+    def _facts(self, op: Op) -> RowFacts:
+        """Returns what an operation does with rows."""
+        shapes = self.flat.shapes
+        return row_facts(op.primitive, op.params, [shapes[v] for v in op.inputs], [shapes[v] for v in op.outputs])
 
     def _hand_on(self, source: int, target: int) -> None:
         """Gives a value the rest and the origin of another."""
@@ -190,7 +199,7 @@ class _Walk:
             self.rest[target] = self.rest[source]
             self.origin[target] = self.origin.get(source, frozenset())
 
-    def _reduce(self, op: Op, behind: bool) -> str | None:
+    def _reduce(self, op: Op, facts: RowFacts, behind: bool) -> str | None:
         """Finds the rest of a reduction's result; a sentence where it takes resting rows in."""
         value, axes = op.inputs[0], op.params.get("axes", ())
         rest = self.rest[value]
@@ -198,16 +207,15 @@ class _Walk:
             self.rest[op.outputs[0]] = rest if rest == ZERO and op.primitive != "reduce_and" else _after(op, rest)
             self.origin[op.outputs[0]] = self.origin.get(value, frozenset())
             return None
-        neutral = NEUTRAL.get(op.primitive)
-        if neutral is None or rest != Number(neutral):
+        if facts.neutral is None or rest != Number(facts.neutral):
             return f"{op.primitive} takes rows without gradient in, where they count"
         if behind:
             self.totals.update(op.outputs)
         return None
 
-    def _elementwise(self, op: Op, behind: bool) -> str | None:
-        """Finds the rest of an elementwise operation's result; a sentence where there is none."""
-        if len(op.outputs) != 1 or op.primitive not in ELEMENTWISE:
+    def _apart(self, op: Op, facts: RowFacts, behind: bool) -> str | None:
+        """Finds the rest of the result of an operation that keeps rows apart; a sentence where there is none."""
+        if len(op.outputs) != 1 or facts.action is not RowAction.APART:
             return f"{op.primitive} mixes rows of the gradient, or is not known to leave them apart"
         out, rests = op.outputs[0], []
         for value in op.inputs:
@@ -218,7 +226,7 @@ class _Walk:
                     " is no state"
                 )
             rests.append(rest)
-        self.rest[out] = _combine(op, rests)
+        self.rest[out] = _combine(op, facts, rests)
         self.origin[out] = frozenset().union(*(self.origin.get(v, frozenset()) for v in op.inputs))
         if behind:
             self.read |= self.origin[out]
@@ -243,14 +251,17 @@ def _after(op: Op, rest: Rest) -> Rest:
     return Number() if isinstance(rest, Number) else rest if isinstance(rest, Changed) else Changed(op)
 
 
-def _combine(op: Op, rests: Sequence[Rest]) -> Rest:
-    """Returns the rest of an elementwise operation's result."""
+def _combine(op: Op, facts: RowFacts, rests: Sequence[Rest]) -> Rest:
+    """Returns the rest of the result of an operation that keeps rows apart, by its `facts` and the `rests` of its
+    operands."""
     name = op.primitive
+    if OPERATIONS.of(name, op.params).has(Trait.IDENTITY):
+        return rests[0]
     numbers = [rest.value for rest in rests if isinstance(rest, Number)]
     if len(numbers) == len(rests):
-        if None not in numbers and name in _VALUES:
+        if None not in numbers and facts.value is not None:
             with np.errstate(all="ignore"):
-                return Number(float(_VALUES[name](op, *numbers)))
+                return Number(float(facts.value(op.params, *numbers)))
         if name in ("mul", "and") and 0.0 in numbers or name in ("div", "rem") and numbers[0] == 0:
             return ZERO
         if name not in ("select_n", "clamp"):
@@ -261,7 +272,7 @@ def _combine(op: Op, rests: Sequence[Rest]) -> Rest:
             return cases[int(chosen.value)]
         return cases[0] if all(case == cases[0] for case in cases) else _unlike(op, rests)
     if len(rests) == 1:
-        return rests[0] if name in ("convert_element_type", "copy", "reduce_precision") else _unlike(op, rests)
+        return rests[0] if name in ("convert_element_type", "reduce_precision") else _unlike(op, rests)
     if len(rests) == 2 and (rest := _combine_two(name, *rests)) is not None:
         return rest
     return _unlike(op, rests)
@@ -286,66 +297,3 @@ def _combine_two(name: str, left: Rest, right: Rest) -> Rest | None:
 
 def _unlike(op: Op, rests: Sequence[Rest]) -> Changed:
     return next((rest for rest in rests if isinstance(rest, Changed)), Changed(op))
-
-
-# What a reduction over rows may meet in resting rows, of which it then takes any number.
-NEUTRAL: Mapping[str, float] = {"reduce_sum": 0.0, "reduce_and": 1.0, "reduce_or": 0.0}
-REDUCTIONS: frozenset[str] = frozenset(NEUTRAL) | {"reduce_max", "reduce_min", "reduce_prod"}
-
-# Elementwise operations on known numbers.
-_VALUES: dict[str, Callable[..., Any]] = {
-    "add": lambda op, a, b: a + b,
-    "add_any": lambda op, a, b: a + b,
-    "sub": lambda op, a, b: a - b,
-    "mul": lambda op, a, b: a * b,
-    "div": lambda op, a, b: np.float64(a) / b,
-    "max": lambda op, a, b: max(a, b),
-    "min": lambda op, a, b: min(a, b),
-    "pow": lambda op, a, b: np.float64(a) ** b,
-    "integer_pow": lambda op, a: np.float64(a) ** op.params["y"],
-    "neg": lambda op, a: -a,
-    "abs": lambda op, a: abs(a),
-    "sign": lambda op, a: np.sign(a),
-    "square": lambda op, a: a * a,
-    "sqrt": lambda op, a: np.sqrt(a),
-    "exp": lambda op, a: np.exp(a),
-    "log1p": lambda op, a: np.log1p(a),
-    "expm1": lambda op, a: np.expm1(a),
-    "tanh": lambda op, a: np.tanh(a),
-    "sin": lambda op, a: np.sin(a),
-    "cos": lambda op, a: np.cos(a),
-    "eq": lambda op, a, b: a == b,
-    "ne": lambda op, a, b: a != b,
-    "lt": lambda op, a, b: a < b,
-    "le": lambda op, a, b: a <= b,
-    "gt": lambda op, a, b: a > b,
-    "ge": lambda op, a, b: a >= b,
-    "is_finite": lambda op, a: np.isfinite(a),
-    "not": lambda op, a: not a,
-    "and": lambda op, a, b: bool(a) and bool(b),
-    "or": lambda op, a, b: bool(a) or bool(b),
-    "clamp": lambda op, low, a, high: min(max(a, low), high),
-    "convert_element_type": lambda op, a: a,
-    "copy": lambda op, a: a,
-    "reduce_precision": lambda op, a: a,
-}
-ELEMENTWISE: frozenset[str] = frozenset(_VALUES) | frozenset(
-    "select_n rsqrt cbrt log logistic erf tan atan atan2 exp2 floor ceil round rem nextafter xor real imag conj"
-    " stop_gradient".split()
-)
-
-
-def _keeps_first_dim(op: Op, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    return after[:1] == before[:1]
-
-
-# Whether a shape operation leaves the rows where they are.
-SHAPES: dict[str, Callable[[Op, tuple[int, ...], tuple[int, ...]], bool]] = {
-    "broadcast_in_dim": lambda op, before, after: (
-        op.params["broadcast_dimensions"][:1] == (0,) and after[0] == before[0]
-    ),
-    "transpose": lambda op, before, after: op.params["permutation"][0] == 0,
-    "squeeze": lambda op, before, after: 0 not in op.params["dimensions"],
-    "reshape": _keeps_first_dim,
-    "expand_dims": _keeps_first_dim,
-}

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.classes import Strength
 from splitjax.trace.flatten import BACKWARD, FlatStep
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked, RawLink
-
-# In an update these put several arrays side by side; that is a copy, not the same storage.
-_COPIES = frozenset({"stack", "unstack", "concatenate", "split"})
 
 
 def strengths(flat: FlatStep, linked: Linked, flow: ValueFacts, raw: Sequence[RawLink]) -> list[Strength]:
@@ -57,7 +56,9 @@ def _of_operation(flat: FlatStep, linked: Linked, flow: ValueFacts, index: int) 
         return Strength.SOFT
     # What only reads optimizer state to make examples of it (spectral norm) is no update: its results carry examples.
     if any(flow.update[v] or flow.updated[v] for v in op.outputs):
-        return Strength.SOFT if linked.mixing[index] or op.primitive in _COPIES else Strength.HARD
+        # Several arrays side by side in one are a copy, not the same storage.
+        arranges = OPERATIONS.of(op.primitive, op.params).has(Trait.ARRANGES)
+        return Strength.SOFT if linked.mixing[index] or arranges else Strength.HARD
     return Strength.LOCAL
 
 

@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax.primitives.table import qualified_name
+from splitjax.primitives.operation import Linearity, Trait
+from splitjax.primitives.table import OPERATIONS, qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
-from splitjax.trace.flatten import BACKWARD, FlatStep, flatten
+from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, example_labels, is_floating
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import KnownValues, build_layers, group_params
@@ -256,21 +257,20 @@ def _unknown(flat: FlatStep, index: int, classes: Classes) -> Unknown:
     return Unknown(qualified_name(op.primitive, op.params), op.site, op.source, dims(op.inputs), dims(op.outputs))
 
 
-# Linear in each operand (or mere moves): the backward pass needs no copy of their operands.
-_LINEAR = frozenset(
-    """
-    add sub neg reshape broadcast_in_dim transpose squeeze convert_element_type copy reduce_sum slice pad concatenate
-    add_any _scan_in _scan_out _carry_in _carry_back _branch _gradient select_n split stack unstack rev
-    expand_dims
-    """.split()
-)
+def _needs_no_operands(op: Op) -> bool:
+    """Tells whether a backward pass needs no copy of an operation's operands: it is linear in all of them together."""
+    operation = OPERATIONS.of(op.primitive, op.params)
+    linear = operation.linear
+    if linear is None or operation.has(Trait.COUNTED):
+        return False
+    return linear.how is Linearity.TOGETHER and linear.operands is None
 
 
 def _activation_bytes(flat: FlatStep, flow: ValueFacts) -> int:
     """Sums the bytes of forward values of the batch that some backward pass reads: operands of what is not linear."""
     kept: dict[int, int] = {}
     for op in flat.ops:
-        if op.primitive in _LINEAR or op.phase == BACKWARD:
+        if op.phase == BACKWARD or _needs_no_operands(op):
             continue
         for v in op.inputs:
             if (flow.carrying[v] or (flow.data[v] and flow.effect[v] is not None)) and is_floating(flat.dtypes[v]):

@@ -170,19 +170,19 @@ def test_every_shipped_model_and_rule_set_is_in_the_corpus():
 
 
 def test_what_cannot_be_compiled_is_what_has_batch_norm():
-    """Planned, and refused with a typed error when it is lowered."""
+    """Refused with a typed error when it is planned."""
     from splitjax.errors import MicrobatchError, PartialError
 
     cell = Cell("resnet18", "linen", "data_parallel", "8", microbatches="4")
     assert not product.compiles(cell) and product.compiles(dataclasses.replace(cell, microbatches="1"))
     made = ready(cell.unit)
     with pytest.raises(MicrobatchError, match="batch statistics"):
-        parallel(cell, made).lower(*made.arguments)
+        parallel(cell, made).plan(*made.arguments)
     drops = Cell("efficientnet_b0", "linen", "data_parallel", "8", partial=product.BRANCHES)
     assert not product.compiles(drops) and product.compiles(dataclasses.replace(drops, partial=product.FULL))
     made = ready(drops.unit)
     with pytest.raises(PartialError, match="draws random numbers"):
-        parallel(drops, made).lower(*made.arguments)
+        parallel(drops, made).plan(*made.arguments)
     norms = {model for model in product.MODELS if spec_of(Unit(model, "linen", "1")).has_batch_stats}
     assert norms == set(product.WITH_BATCH_NORM)
 

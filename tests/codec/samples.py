@@ -26,6 +26,7 @@ from splitjax.plan import (
     Memory,
     PartialPlan,
     Plan,
+    Purpose,
     SegmentPlan,
     SyncPlan,
 )
@@ -77,7 +78,10 @@ PLAN = Plan(
     (Constraint((0, 3), -1, ("?", None, ("data",)), "a", "its output"),),
     ("foo at x.py:3",),
     Memory(1, 2, 3),
-    (Collective("all_gather", "model", 64, "a", "crossing"), Collective("all_reduce", "data", 0, "", "the loss")),
+    (
+        Collective("all_gather", "model", 64, "a", Purpose.told("crossing")),
+        Collective("all_reduce", "data", 0, "", Purpose.told("the loss")),
+    ),
     ("a note",),
     "modulo",
     (TABLE_SYNC, SyncPlan("params/other", "dense", "", 3, 0, 0, "it is tied")),
@@ -98,10 +102,11 @@ REPORT = Report(
     ReportMemory(Memory(1, 2, 3), CompiledMemory(1, 2, 3, 1, None)),
     (
         ReportedCollective(COMPILED, "a", "backward", "a gradient", "hidden", "dataflow",
-                           Collective("all_reduce", "data", 500, "a", "a gradient"), "its bytes", "f.py:1 (f)"),
+                           Collective("all_reduce", "data", 500, "a", Purpose.told("a gradient")), "its bytes",
+                           "f.py:1 (f)"),
         ReportedCollective(CompiledCollective("all_gather", "model", 8, "int8", (), 4), "", "forward", ""),
     ),
-    (Collective("reduce_scatter", "data", 2048, "b", "gradient of b"),),
+    (Collective("reduce_scatter", "data", 2048, "b", Purpose.told("gradient of b")),),
     (ReportedDepth(0, "a", 1.0, 12), ReportedDepth(1, "b", 0.5, None)),
 )  # fmt: skip
 BARE_REPORT = Report("s", MESH, "r", "tpu", "d", ReportMemory(Memory(0, 0, 0), None), (), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 import typing
@@ -261,6 +262,8 @@ def of_hint(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(of_hint, arguments))
     if dataclasses.is_dataclass(hint):
         return parts(hint)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
     scalars = {
         bool: st.booleans(),
         int: st.integers(0, 2**60),

@@ -55,14 +55,41 @@ def test_batch_norm_across_microbatches_is_an_error():
     step = splitjax.parallelize(case.step, mesh={"data": 8}, rules="data_parallel")
     state = case.init(jax.random.key(0))
     with pytest.raises(MicrobatchError, match="cannot be accumulated"):
-        step(state, case.batches[0])
+        step.plan(state, case.batches[0])
 
 
 def test_a_batch_that_does_not_divide():
     case = conv_case(batch_norm=False, microbatches=3)
     step = splitjax.parallelize(case.step, mesh={"data": 8}, rules="data_parallel")
     with pytest.raises(MicrobatchError, match="24"):
-        step(case.init(jax.random.key(0)), case.batches[0])
+        step.plan(case.init(jax.random.key(0)), case.batches[0])
+
+
+@pytest.mark.parametrize(("microbatches", "how", "num_parts"), [(None, "whole", 1), (2, "microbatches", 2)])
+def test_the_plan_records_how_a_gradient_runs(microbatches, how, num_parts):
+    case = conv_case(batch_norm=False, microbatches=microbatches)
+    step = splitjax.parallelize(case.step, mesh={"data": 8}, rules="data_parallel")
+    plan = step.plan(case.init(jax.random.key(0)), case.batches[0])
+    (boundary,) = plan.boundaries
+    assert (boundary.how, boundary.num_parts) == (how, num_parts) and boundary.label
+    assert ("is differentiated in 2 microbatches" in str(plan)) == (microbatches == 2)
+    assert splitjax.Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_was_prepared_while_planning_is_not_derived_again(monkeypatch):
+    """A boundary is analysed once, however often its step is traced for the compiler."""
+    from splitjax.lower.microbatch import microbatched
+
+    counted = []
+    prepare = microbatched.prepare
+    monkeypatch.setattr(microbatched, "prepare", lambda *arguments: counted.append(1) or prepare(*arguments))
+    case = conv_case(batch_norm=False, microbatches=2)
+    step = splitjax.parallelize(case.step, mesh={"data": 8}, rules="data_parallel")
+    arguments = case.init(jax.random.key(0)), case.batches[0]
+    step.plan(*arguments)
+    assert len(counted) == 1
+    step.lower(*arguments)
+    assert len(counted) == 1
 
 
 def looped(step, *arguments):

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
 
-from splitjax.errors import PlanError
-from splitjax.lower.turns.turns import Refused
+from splitjax.errors import PlanError, Refusal
 from splitjax.mesh import MeshShape
-from splitjax.plan import Memory, Plan
 from splitjax.planning import group_comm
-
-PLAN = Plan(
-    MeshShape((("data", 2), ("model", 4))), "splitbrain", "all", ("data", "model"), (), (), memory=Memory(0, 0, 1000)
-)
-GRAPH = types.SimpleNamespace(num_boundaries=1)
+from splitjax.planning.draft import Draft
+from splitjax.rules import load_rules
 
 
 @pytest.fixture
-def peak_in_turns(monkeypatch):
-    """Sets the peak that is predicted for turns."""
+def draft(monkeypatch):
+    """A step whose examples cross in a gradient boundary."""
+    monkeypatch.setattr(group_comm, "crosses", lambda draft: True)
+    traced = types.SimpleNamespace(graph=types.SimpleNamespace(num_boundaries=1))
+    request = types.SimpleNamespace(rules=load_rules("splitbrain"))
+    return Draft(traced, MeshShape((("data", 2), ("model", 4))), request)
 
-    def set_peak(peak_bytes):
-        in_turns = lambda plan, graph, kind: dataclasses.replace(plan, group_comm=kind, memory=Memory(0, 0, peak_bytes))
-        monkeypatch.setattr(group_comm, "with_kind", in_turns)
 
-    return set_peak
+def peak(in_turns_bytes):
+    return lambda draft: 1000 if draft.group_comm == "gather" else in_turns_bytes
 
 
 @pytest.mark.parametrize(("peak_bytes", "kind"), [(899, "modulo"), (901, "gather"), (1100, "gather")])
-def test_turns_are_chosen_where_they_save_a_tenth_of_the_peak(peak_in_turns, peak_bytes, kind):
-    peak_in_turns(peak_bytes)
-    assert group_comm.choose("auto", PLAN, GRAPH, lambda kind: True, True).group_comm == kind
-    assert group_comm.choose("turns", PLAN, GRAPH, lambda kind: True, True).group_comm == "turns", "asked for"
+def test_turns_are_chosen_where_they_save_a_tenth_of_the_peak(draft, peak_bytes, kind):
+    chosen = group_comm.choose("auto", draft, lambda kind: {(0,): kind}, peak(peak_bytes))
+    assert chosen.group_comm == kind and chosen.in_turns == ({} if kind == "gather" else {(0,): kind})
+    chosen = group_comm.choose("turns", draft, lambda kind: {(0,): kind}, peak(peak_bytes))
+    assert chosen.group_comm == "turns" and chosen.in_turns == {(0,): "turns"}, "asked for"
 
 
-def test_a_refusal_is_noted_or_raised(peak_in_turns):
-    peak_in_turns(100)
-
-    def refuse(kind):
-        raise Refused("its batch is odd")
-
-    chosen = group_comm.choose("auto", PLAN, GRAPH, refuse, True)
-    assert chosen.group_comm == "gather" and chosen.notes[-1].endswith("gather, not modulo: its batch is odd")
+def test_a_refusal_is_noted_or_raised(draft):
+    refuse = lambda kind: Refusal("its batch is odd")
+    chosen = group_comm.choose("auto", draft, refuse, peak(100))
+    assert chosen.group_comm == "gather" and not chosen.in_turns
+    assert chosen.notes[-1].endswith("gather, not modulo: its batch is odd")
     with pytest.raises(PlanError, match="its batch is odd"):
-        group_comm.choose("modulo", PLAN, GRAPH, refuse, True)
+        group_comm.choose("modulo", draft, refuse, peak(100))

@@ -9,7 +9,8 @@ import pytest
 
 import splitjax
 from splitjax.errors import MicrobatchError, TraceError
-from splitjax.primitives.operation import Examples, Linear, Linearity, RowAction
+from splitjax.primitives.operation import Examples, Linear, Linearity, RowAction, RowFacts
+from splitjax.primitives.rows import row_facts
 from splitjax.primitives.table import OPERATIONS
 from tests.primitives.own import forgotten, normalise_p, product_p, total_p, wave_p
 
@@ -114,6 +115,28 @@ def test_microbatches_beside_split_layers(taught):
     same_numbers(run(splitjax.parallelize(step, mesh=MODEL, rules="splitbrain")), run(jax.jit(make_step())))
 
 
+@pytest.mark.parametrize("group_comm", ["gather", "turns", "modulo"])
+def test_dims_are_enough_for_group_communication(group_comm, taught):
+    """Examples cross from replicated layers, one of which is the product, into split ones."""
+    draw = np.random.default_rng(3).normal
+    shapes = {"conv": (3, 4, 8), "own": (64, 64), "mid": (64, 32), "out": (32, 8)}
+    start = {name: jnp.asarray(draw(size=shape) / 8) for name, shape in shapes.items()}
+    examples = {"x": jnp.asarray(draw(size=(32, 8, 4))), "y": jnp.asarray(draw(size=(32, 8)))}
+
+    def loss(p, b):
+        x = jax.lax.conv_general_dilated(b["x"], p["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        x = wave_p.bind(product_p.bind(x.reshape(x.shape[0], -1), p["own"]))
+        x = normalise_p.bind(jnp.tanh(x @ p["mid"]))
+        return ((x @ p["out"] - b["y"]) ** 2).sum(-1).mean()
+
+    def step(p, b):
+        value, gradient = splitjax.value_and_grad(loss)(p, b)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradient), value
+
+    parallel = splitjax.parallelize(step, mesh=MODEL, rules="splitbrain", group_comm=group_comm, donate=False)
+    same_numbers(parallel(start, examples), jax.jit(step)(start, examples))
+
+
 def _total_step(microbatches=None):
     def loss(p, b):
         return (total_p.bind(b["x"] @ p["a"]) * jnp.arange(HIDDEN)).sum() / NUM_EXAMPLES
@@ -189,3 +212,58 @@ def test_a_known_primitive_is_taught_anew_only_if_told():
 def test_a_fact_is_stated_once():
     with pytest.raises(ValueError, match="'dims' of 'sin' is stated twice"):
         OPERATIONS.state("sin", dims=OPERATIONS["cos"].dims)
+
+
+def _table_step(update):
+    def loss(p, b):
+        x = wave_p.bind(p["table"][b["ids"]].sum(1))
+        return ((product_p.bind(x, p["w"]) - b["y"]) ** 2).mean()
+
+    def step(p, b):
+        value, gradient = splitjax.value_and_grad(loss)(p, b)
+        return jax.tree.map(lambda w, g: w - 0.1 * update(g), p, gradient), value
+
+    return step
+
+
+def _table_run(step):
+    draw = np.random.default_rng(2)
+    state = {"table": jnp.asarray(draw.normal(size=(64, 8))), "w": jnp.asarray(draw.normal(size=(8, 4)))}
+    ids = jnp.asarray(draw.integers(0, 64, size=(16, 3)))
+    batch = {"ids": ids, "y": jnp.asarray(draw.normal(size=(16, 4)))}
+    for _ in range(2):
+        state, loss = step(state, batch)
+    return jax.tree.map(np.asarray, state), float(loss)
+
+
+@pytest.mark.parametrize("update", [lambda g: g, wave_p.bind], ids=["in the model", "in the optimizer"])
+def test_gradients_go_by_rows(update, taught):
+    """Rows without a gradient stay as they are if the operation makes zero of zero, which its value tells."""
+    value = lambda params, x: x * np.sin(x)
+    splitjax.register_primitive(wave_p, rows=RowFacts(RowAction.APART, value=value), replace=True)
+    step = _table_step(update)
+    parallel = splitjax.parallelize(step, mesh={"data": 4}, sync="all_gather")
+    same_numbers(_table_run(parallel), _table_run(jax.jit(step)))
+    same_numbers(_table_run(splitjax.parallelize(step, mesh={"data": 4})), _table_run(jax.jit(step)))
+
+
+@pytest.mark.parametrize(
+    "facts, action",
+    [
+        ({"dims": "r f -> r f"}, RowAction.APART),
+        ({"dims": "r f, f -> r f"}, RowAction.APART),
+        ({"dims": "r f -> r f", "along": "f"}, RowAction.APART),
+        ({"dims": "r f -> r f", "along": "r"}, RowAction.WHOLE),
+        ({"dims": "r f -> f r"}, RowAction.WHOLE),
+        ({"dims": "r f -> r f", "examples": Examples.MIXED}, RowAction.WHOLE),
+        ({"elementwise": True}, RowAction.APART),
+        ({"elementwise": True, "rows": RowAction.WHOLE}, RowAction.WHOLE),
+    ],
+)
+def test_what_happens_to_rows_follows_from_the_dims(facts, action):
+    shapes = [(6, 4), (4,)] if "," in facts.get("dims", "") else [(6, 4)]
+    result = (4, 6) if facts.get("dims") == "r f -> f r" else (6, 4)
+    with forgotten("own_rows"):
+        splitjax.register_primitive("own_rows", **facts)
+        assert row_facts("own_rows", {}, shapes, [result]).action is action
+    assert row_facts("own_rows", {}, shapes, [result]).action is RowAction.WHOLE

@@ -19,12 +19,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import splitjax
 from splitjax import _compat
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective
+from splitjax.plan import DENSE_GRADIENTS, Collective, Phase, Purpose, PurposeKind
 from splitjax.report.attribute import attribute
 from splitjax.report.evidence import Evidence, name_parts
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.parts import StepPart
-from splitjax.report.reconcile import pair, purpose
+from splitjax.report.reconcile import about, pair
 from splitjax.report.wire import read_module
 from splitjax.step.arguments import argument_names
 from tests.report.programs import BATCH, MESH, RULES, forward, line_of, mean_square, narrow, step_of
@@ -50,8 +50,8 @@ def check(report, plan):
     """What holds for every report of a shipped model."""
     assert report.unattributed == ()
     assert report.collectives and all(one.source or one.layer for one in report.collectives)
-    whys = [one.planned.why for one in report.collectives if one.planned is not None]
-    gradients = {why.removeprefix("gradient of ") for why in whys if why.startswith("gradient of ")}
+    purposes = [one.planned.purpose for one in report.collectives if one.planned is not None]
+    gradients = {purpose.leaf for purpose in purposes if purpose.kind in DENSE_GRADIENTS}
     # each found, and none taken for another
     assert gradients == {leaf.path for leaf in plan.leaves if leaf.role == "param"}
     realised = [one.planned for one in report.collectives if one.planned is not None]
@@ -184,7 +184,7 @@ def test_what_xla_makes_of_a_plan_is_said():
     )
     assert gradient.differs == "all_reduce for reduce_scatter"
     # Which of the two passes XLA names the gather after depends on its version.
-    assert [one.why.partition(": ")[2] for one in report.missing] == ["params/b is stored in pieces"]
+    assert [(one.purpose.kind, one.purpose.leaf) for one in report.missing] == [(PurposeKind.STORED_WEIGHT, "params/b")]
 
 
 def test_a_sort_over_the_batch_is_unplanned_and_has_its_line():
@@ -318,17 +318,20 @@ def test_without_names_lines_and_dataflow_there_is_no_cause():
         for module in modules
     )
     found, _ = attribute((StepPart(kept, argument_names(entry.bound), entry.plan.mesh),), entry.plan, entry.graph)
-    gradients = {one.planned.why for one in found if one.planned and one.planned.why.startswith("gradient of")}
-    assert gradients == {f"gradient of {leaf.path}" for leaf in entry.plan.leaves if leaf.role == "param"}
+    purposes = [one.planned.purpose for one in found if one.planned]
+    gradients = {purpose.leaf for purpose in purposes if purpose.kind == PurposeKind.GRADIENT}
+    assert gradients == {leaf.path for leaf in entry.plan.leaves if leaf.role == "param"}
 
 
 def test_parts_of_a_planned_collective_add_up_to_it():
     """Turns in a loop and a last one beside it, with the way back under the same scope, outside any derivative."""
+    there = Purpose(PurposeKind.ENTER_COLUMNS, Phase.FORWARD, in_turns=True)
+    back = Purpose(PurposeKind.RETURN_COLUMNS, Phase.BACKWARD, in_turns=True)
     ways = (
-        Collective("all_reduce", "model", 40, "dense", "forward: in"),
-        Collective("all_reduce", "model", 40, "dense", "backward: out"),
+        Collective("all_reduce", "model", 40, "dense", there),
+        Collective("all_reduce", "model", 40, "dense", back),
     )
-    other = Collective("all_gather", "model", 40, "dense", "forward: more")
+    other = Collective("all_gather", "model", 40, "dense", Purpose(PurposeKind.WHOLE_OUTPUT, Phase.FORWARD))
 
     def explicit(sent):
         one = CompiledCollective(op="all_reduce", axis="model", bytes=sent, dtype="float32", shape=(4,), group_size=4)
@@ -340,12 +343,7 @@ def test_parts_of_a_planned_collective_add_up_to_it():
         layers={},
     )
     paired, missing = pair([explicit(sent) for sent in (10, 30, 30, 10)], step)
-    assert [(one.why, one.bytes) for (one,) in paired] == [
-        ("forward: in", 10),
-        ("forward: in", 30),
-        ("backward: out", 30),
-        ("backward: out", 10),
-    ]
+    assert [(one.purpose, one.bytes) for (one,) in paired] == [(there, 10), (there, 30), (back, 30), (back, 10)]
     assert missing == (other,)
     paired, missing = pair([explicit(sent) for sent in (10, 20)], step)  # does not add up
     assert paired == ((), ()) and len(missing) == 3
@@ -353,15 +351,14 @@ def test_parts_of_a_planned_collective_add_up_to_it():
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 @pytest.mark.parametrize("rules", RULES)
-def test_the_plan_s_reasons_are_read(name, rules):
+def test_the_plan_s_purposes_are_about_leaves_or_values(name, rules):
     step, arguments = narrow(name, "linen", rules)
     plan = step.plan(*arguments)
     params = {leaf.path for leaf in plan.leaves if leaf.role == "param"}
-    purposes = [purpose(one) for one in plan.collectives]
-    assert {one.leaf for one in purposes if one.about == "gradient"} == params
-    assert all(one.leaf in params for one in purposes if one.about != "value")
-    for one, planned in zip(purposes, plan.collectives, strict=True):
-        assert one.about != "value" or planned.why.startswith(f"{one.phase}: ")
+    purposes = [one.purpose for one in plan.collectives]
+    assert {one.leaf for one in purposes if about(one) == "gradient"} == params
+    assert all((one.leaf in params) == (about(one) != "value") for one in purposes)
+    assert all(one.phase is not None for one in purposes)
 
 
 def test_operations_are_named_as_jax_writes_them():

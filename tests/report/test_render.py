@@ -16,7 +16,7 @@ import splitjax.plan
 from splitjax import display
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, spec_axes
+from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Purpose, spec_axes
 from splitjax.report.table import collective_rows, memory_rows, summary, table
 
 MESH = MeshShape((("data", 2), ("model", 4)))
@@ -58,9 +58,9 @@ SMALL = plan_of(
     gathered=("mystery at train.py:7",),
     memory=Memory(600_000, 3 * 2**20, 5 * 2**20),
     collectives=(
-        Collective("all_reduce", "data", 1024, "params/Dense_0", "gradient"),
-        Collective("all_reduce", "data", 2048, "params/Head", "gradient"),
-        Collective("all_gather", "model", 512, "params/Dense_0", "crossing"),
+        Collective("all_reduce", "data", 1024, "params/Dense_0", Purpose.told("gradient")),
+        Collective("all_reduce", "data", 2048, "params/Head", Purpose.told("gradient")),
+        Collective("all_gather", "model", 512, "params/Dense_0", Purpose.told("crossing")),
     ),
     notes=("two updates in one step",),
 )  # fmt: skip
@@ -254,7 +254,8 @@ def test_hostile_names_are_inert():
     plan = plan_of(
         {HOSTILE: [leaf(f"{HOSTILE}/{HOSTILE}", (8,), (), HOSTILE, note=HOSTILE)]},
         extra=(leaf(f"b{HOSTILE}", (8,), (), HOSTILE, "batch"), leaf(f"o{HOSTILE}", (8,), (), HOSTILE, "optimizer")),
-        gathered=(HOSTILE,), notes=(HOSTILE,), collectives=(Collective(HOSTILE, HOSTILE, 1, HOSTILE, HOSTILE),),
+        gathered=(HOSTILE,), notes=(HOSTILE,),
+        collectives=(Collective(HOSTILE, HOSTILE, 1, HOSTILE, Purpose.told(HOSTILE)),),
     )  # fmt: skip
     plan = dataclasses.replace(plan, rules=HOSTILE)
     source = display.html(plan)

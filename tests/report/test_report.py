@@ -16,7 +16,7 @@ import splitjax
 from splitjax.display.figures import bytes_text
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Memory
+from splitjax.plan import Collective, Memory, Phase, Purpose, PurposeKind
 from splitjax.report.attribute import ReportedCollective
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.value import CompiledMemory, Report, ReportMemory
@@ -86,13 +86,17 @@ def test_what_is_no_report_is_refused(text):
         Report.from_json(text)
 
 
+GRADIENT = Purpose(PurposeKind.GRADIENT, Phase.BACKWARD, "net/a/kernel")
+STORED = Purpose(PurposeKind.STORED_WEIGHT, Phase.FORWARD, "net/b/kernel")
+
+
 def made(**fields):
     """A report with one planned, one unplanned, one unattributed and one missing collective."""
 
     def compiled(op, sent, **more):
         return CompiledCollective(op=op, axis="data", bytes=sent, dtype="float32", shape=(4,), group_size=2, **more)
 
-    planned = Collective("reduce_scatter", "data", 2048, "net/a", "gradient of net/a/kernel")
+    planned = Collective("reduce_scatter", "data", 2048, "net/a", GRADIENT)
     base = Report(
         "step",
         MeshShape((("data", 2),)),
@@ -121,7 +125,7 @@ def made(**fields):
             ),
             ReportedCollective(compiled("all_to_all", 3, trips_known=False), "", "update", ""),
         ),
-        (Collective("all_gather", "data", 77, "net/b", "forward: net/b/kernel is stored in pieces"),),
+        (Collective("all_gather", "data", 77, "net/b", STORED),),
     )
     return dataclasses.replace(base, **fields)
 
@@ -177,7 +181,7 @@ def test_equal_blocks_are_folded():
         dataclasses.replace(
             one,
             layer=f"net/block{i}",
-            planned=Collective("reduce_scatter", "data", 2048, f"net/block{i}", "gradient of x"),
+            planned=Collective("reduce_scatter", "data", 2048, f"net/block{i}", GRADIENT),
         )
         for i in range(12)
     )
@@ -206,7 +210,7 @@ def test_html_holds_the_same_and_escapes_names():
     report = dataclasses.replace(
         base,
         step=evil,
-        missing=(dataclasses.replace(base.missing[0], layer=evil, why=evil),),
+        missing=(dataclasses.replace(base.missing[0], layer=evil, purpose=Purpose.told(evil)),),
         collectives=tuple(
             dataclasses.replace(one, layer=evil, cause=evil, rule=evil, source=f"{evil}:1 (f)")
             for one in base.collectives

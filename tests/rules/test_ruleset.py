@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from splitjax.errors import RuleError, UnavailableError
-from splitjax.rules import Rule, RuleSet, available, load_rules
+from splitjax.rules import Rule, RuleSet, available, load_rules, register_rules
 from splitjax.rules import ruleset as module
 
 SHIPPED = ("data_parallel", "embedding_owner", "fsdp", "megatron", "splitbrain")
@@ -122,3 +122,26 @@ def test_mistakes_name_file_rule_and_key(tmp_path, text, words, place):
         load_rules(file)
     message = str(caught.value)
     assert place in message and str(file) in message and "remedy:" in message
+
+
+def test_a_registered_set_is_taken_by_its_name_and_a_reference_by_its_module(tmp_path, monkeypatch):
+    rules = RuleSet("registered by a test", (Rule("a"),))
+    try:
+        assert register_rules(rules) is rules and load_rules("registered by a test") is rules
+        register_rules(RuleSet("registered by a test", (Rule("a"),)))  # the same again
+        with pytest.raises(RuleError, match="there is a rule set of this name"):
+            register_rules(RuleSet("registered by a test", (Rule("b"),)))
+        with pytest.raises(RuleError, match="did you mean 'registered by a test'"):
+            load_rules("registered by a tess")
+    finally:
+        module.RULE_SETS.remove("registered by a test")
+    for given, words in ((RuleSet("fsdp"), "splitjax has a rule set"), ("fsdp", "is a splitjax.RuleSet")):
+        with pytest.raises(RuleError, match=words):
+            register_rules(given)
+    text = 'import splitjax\nMINE = splitjax.RuleSet("mine", (splitjax.Rule("a"),))\nNUMBER = 3\n'
+    (tmp_path / "strange_rules.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_rules("strange_rules:MINE") == RuleSet("mine", (Rule("a"),))
+    for reference, words in (("strange_rules:NUMBER", "names int"), ("strange_rules:MIME", "did you mean 'MINE'")):
+        with pytest.raises(RuleError, match=words):
+            load_rules(reference)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from splitjax import _compat
-from splitjax.errors import MicrobatchError
+from splitjax.errors import Refusal
 from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, pair
 from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, SAME, Fact, Info, Mixed
 
@@ -55,10 +55,9 @@ def check_rule(
     """
     whole, positions, with_cotangent = _compat.pullback(node.whole)
     part, _, _ = _compat.pullback(node.part)
-    try:
-        program = pair(whole, part, node.source)
-    except MicrobatchError as error:
-        raise Mixed(WHY) from error
+    program = pair(whole, part, node.source)
+    if isinstance(program, Refusal):
+        raise Mixed(WHY)
     known = [
         dataclasses.replace(info, fact=None)
         for ref, info in zip(node.inputs, operands, strict=True)

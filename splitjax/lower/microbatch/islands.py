@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from splitjax.lower.microbatch.accumulate import LOOP, Bind, Env, Evaluator
+from splitjax.lower.microbatch.accumulate import LOOP, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
@@ -62,7 +62,6 @@ class Request:
     - `axes`: the mesh axes of the group.
     - `forward`: the boundary's forward (a closed jaxpr), traced with the examples that one worker has in a microbatch.
     - `split_sites`, `whole_sites`: where split and replicated layers use their weights, within the forward.
-    - `bind(eqn, operands, site) -> results`: evaluates an equation in an island.
     - `where`: the mesh, and the axes of it that the loop handles.
     """
 
@@ -70,7 +69,6 @@ class Request:
     forward: Any
     split_sites: tuple[Site, ...]
     whole_sites: tuple[Site, ...]
-    bind: Bind
     where: MeshContext
 
 

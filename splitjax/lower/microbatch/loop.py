@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Env, Evaluator
+from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Bind, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.islands import Archipelago
@@ -49,6 +50,23 @@ class PreparedBoundary:
     def info(self, v: int) -> Info:
         """Returns the relation of the value `v` to the examples."""
         return self.analysis.infos[v]
+
+    def placed(self, mesh: Mesh, bind: Bind, island_bind: Bind) -> PreparedBoundary:
+        """Returns the same boundary on a mesh.
+
+        **Arguments:** `mesh`: of the evaluation; the boundary may have been prepared for one without devices. `bind`,
+        `island_bind`: evaluate the equations of the loop, and those in islands."""
+
+        def on_mesh(evaluator: Evaluator, its_bind: Bind) -> Evaluator:
+            split = dataclasses.replace(evaluator.split, mesh=mesh)
+            return dataclasses.replace(evaluator, split=split, bind=its_bind)
+
+        islands = self.islands and dataclasses.replace(
+            self.islands,
+            where=dataclasses.replace(self.islands.where, mesh=mesh),
+            evaluator=on_mesh(self.islands.evaluator, island_bind),
+        )
+        return dataclasses.replace(self, evaluator=on_mesh(self.evaluator, bind), islands=islands)
 
     def results(
         self,

@@ -24,7 +24,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from splitjax.errors import MicrobatchError
+from splitjax.errors import Refusal
 from splitjax.lower.boundary import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
@@ -44,7 +44,7 @@ def local_examples(
     batch_axes: Sequence[str],
     mesh: Mesh | None,
     manual_axes: Sequence[str] = (),
-) -> int:
+) -> int | Refusal:
     """Returns how many examples the local forward must be traced with.
 
     These are the examples of a microbatch on a worker along the manual axes (but never a single one, with which JAX may
@@ -57,7 +57,7 @@ def local_examples(
     - `mesh`: None for a single device.
     - `manual_axes`: those of the batch axes that are passed to `expand_microbatches` as such.
 
-    Raises `MicrobatchError` if the batch does not divide, naming the nearest sizes that do.
+    Returns a refusal if the batch does not divide, naming the nearest sizes that do.
     """
     shape = MeshShape.of(mesh) if mesh is not None else None
     num_workers = 1 if shape is None else shape.size(tuple(batch_axes))
@@ -65,7 +65,7 @@ def local_examples(
     if num_examples % unit or num_examples < unit:
         below, above = num_examples // unit * unit, -(-num_examples // unit) * unit
         nearest = str(above) if below < unit else f"{below} or {above}"
-        raise MicrobatchError(
+        return Refusal(
             f"a batch of {num_examples} examples does not divide into {num_microbatches} microbatches on {num_workers}"
             " workers",
             value=num_examples,
@@ -145,32 +145,38 @@ def expand_microbatches(
     Raises `MicrobatchError` for a loss that cannot be accumulated.
     """
     job = prepare(params, loop) if loop.num_microbatches > 1 or loop.manual_axes else None
+    if isinstance(job, Refusal):
+        raise job.error()
     if job is None:
         return expand(params, operands, eval_forward)
     return job.results(operands, params["positions"], fetches or {}, known_whole_over, runner)
 
 
-def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | None:
+def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Refusal | None:
     """Analyses a boundary for `expand_microbatches`.
 
     Returns None where it needs no loop: no operand holds examples, or the loss does not depend on what is
     differentiated. `params`: the boundary equation's parameters; `loop`: how its batch is cut, and how its equations
     are evaluated.
 
-    Raises `MicrobatchError` for a loss that cannot be accumulated."""
+    Returns a refusal for a loss that cannot be accumulated."""
     num_microbatches, batch_axes, mesh = loop.num_microbatches, loop.batch_axes, loop.mesh
     manual_axes, islands, share = loop.manual_axes, loop.islands, loop.share
     boundary = boundary_of(params)
     program = pair(boundary.forward, loop.local_forward, boundary.label)
+    if isinstance(program, Refusal):
+        return program
     sizes = _sizes(program, loop.example_dims, boundary)
-    if sizes is None:
-        return None
+    if sizes is None or isinstance(sizes, Refusal):
+        return sizes
     run = share or _run_examples(sizes[0], num_microbatches, mesh, manual_axes)
     expected = (
         traced_examples(share) if share else local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
     )
+    if isinstance(expected, Refusal):
+        return expected
     if sizes[1] != expected:
-        raise MicrobatchError(
+        return Refusal(
             f"the local forward was traced with {sizes[1]} examples instead of {expected}",
             value=sizes[1],
             place=boundary.label,
@@ -179,7 +185,9 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | No
     batch = Batch(*sizes, run)
     split = _split(num_microbatches, batch_axes, manual_axes, mesh)
     analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
-    _require_sum(analysis, boundary, num_microbatches, batch)
+    refusal = _no_sum(analysis, boundary, num_microbatches)
+    if refusal is not None:
+        return refusal
     if not analysis.outputs[0].live:
         return None
     marked = _marked(analysis, batch)
@@ -187,15 +195,19 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | No
     if islands is not None:
         assert mesh is not None, "islands are over a group of mesh axes"
         local, manual = pair(boundary.forward, islands.forward, boundary.label), (*manual_axes, *islands.axes)
+        if isinstance(local, Refusal):
+            return local
         run = (
             share // MeshShape.of(mesh).size(tuple(islands.axes))
             if share
             else _run_examples(sizes[0], num_microbatches, mesh, manual)
         )
         local_sizes = _sizes(local, loop.example_dims, boundary)
+        if isinstance(local_sizes, Refusal):
+            return local_sizes
         assert local_sizes is not None, "the same operands hold examples in every trace"
         own = Batch(*local_sizes, run)
-        worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), islands.bind)
+        worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), plain_bind)
         archipelago = _archipelago(islands, boundary, worker, analysis, marked)
     evaluator = Evaluator(program, batch, split, loop.bind or plain_bind)
     return PreparedBoundary(analysis, marked, evaluator, boundary.holomorphic, archipelago)
@@ -224,7 +236,7 @@ def _archipelago(
 
 def _sizes(
     program: PairedProgram, operand_example_dims: Sequence[int | None], boundary: Boundary
-) -> tuple[int, int] | None:
+) -> tuple[int, int] | Refusal | None:
     """Returns the number of examples in both traces, from the operands that hold them; None if no operand does."""
     sizes = None
     for v, dim, name in zip(program.body.inputs, operand_example_dims, boundary.names, strict=True):
@@ -232,7 +244,7 @@ def _sizes(
             continue
         whole, part = (aval.shape[dim] for aval in program.types[v])
         if whole == part:
-            raise MicrobatchError(
+            return Refusal(
                 f"the local forward was traced with all {whole} examples of {name}",
                 value=whole,
                 place=boundary.label,
@@ -263,12 +275,12 @@ def _operand_infos(program: PairedProgram, boundary: Boundary, batch: Batch) -> 
     return infos
 
 
-def _require_sum(analysis: BodyAnalysis, boundary: Boundary, num_microbatches: int, batch: Batch) -> None:
-    """Raises `MicrobatchError` unless the loss is a sum of contributions of examples."""
+def _no_sum(analysis: BodyAnalysis, boundary: Boundary, num_microbatches: int) -> Refusal | None:
+    """Returns the refusal of a loss that is no sum of contributions of examples; None for one that is."""
     info = analysis.outputs[0]
     if info.kind in (LATER, EXAMPLES) and info.live:
         reason = info.reason or Reason("result", "", "it belongs to a single example")
-        raise MicrobatchError(
+        return Refusal(
             f"{boundary.label}: the loss cannot be accumulated over {num_microbatches} microbatches, because of"
             f" {reason.primitive}: {reason.why}",
             value=reason.primitive,
@@ -278,6 +290,7 @@ def _require_sum(analysis: BodyAnalysis, boundary: Boundary, num_microbatches: i
                 " features instead of batch norm; move functions of totals into aux), or use microbatches=None"
             ),
         )
+    return None
 
 
 def _marked(analysis: BodyAnalysis, batch: Batch) -> Marked:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from splitjax import _compat
-from splitjax.errors import MicrobatchError
+from splitjax.errors import Refusal
 from splitjax.primitives.calls import AS_IT_IS, Kind, call_body, inline_body, kind_of
 from splitjax.primitives.example_question import differing_params, is_same_constant
 from splitjax.primitives.walk import Site
@@ -110,38 +110,38 @@ class PairedProgram:
         return (ref.whole_aval, ref.part_aval) if isinstance(ref, Const) else self.types[ref]
 
 
-def pair(whole: Any, part: Any, label: str) -> PairedProgram:
+def pair(whole: Any, part: Any, label: str) -> PairedProgram | Refusal:
     """Pairs two closed jaxprs of one function, traced with the `whole` batch and with a `part` of it.
 
-    `label` names the function where no equation tells its line. Raises `MicrobatchError` where the structures differ.
+    `label` names the function where no equation tells its line. Returns a refusal where the structures differ.
     """
-    pairer = _Pairer([], label)
+    pairer = _Pairer([], label, [])
     inner_whole, inner_part = _compat.open_jaxpr(whole)[0], _compat.open_jaxpr(part)[0]
-    pairer.require(
-        len(inner_whole.invars) == len(inner_part.invars), None, "it closes over a different number of values"
-    )
+    if len(inner_whole.invars) != len(inner_part.invars):
+        return pairer.refuse(None, "it closes over a different number of values")
     inputs = tuple(pairer.number(a.aval, b.aval) for a, b in zip(inner_whole.invars, inner_part.invars, strict=True))
     body = pairer.body(whole, part, inputs, ())
-    return PairedProgram(body, tuple(pairer.types))
+    return pairer.refusals[0] if body is None else PairedProgram(body, tuple(pairer.types))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pairer:
-    """Numbers the values while it walks, their types in `types`; lives for one call of `pair`, whose `label` it has."""
+    """Numbers the values while it walks, their types in `types`; lives for one call of `pair`, whose `label` it has.
+
+    Where the traces differ, the walk ends: its methods return None, and `refusals` says why."""
 
     types: list[tuple[Any, Any]]
     label: str
+    refusals: list[Refusal]
 
     def number(self, whole: Any, part: Any) -> int:
         """Returns the number of a new value with the types `whole` and `part` in the two traces."""
         self.types.append((whole, part))
         return len(self.types) - 1
 
-    def require(self, holds: bool, eqn: Any, why: str) -> None:
-        """Raises `MicrobatchError` unless `holds`: `why` says how the traces differ, and `eqn` (if not None) where."""
-        if holds:
-            return
-        raise MicrobatchError(
+    def refuse(self, eqn: Any, why: str) -> Refusal:
+        """Returns the refusal for traces that differ: `why` says how, and `eqn` (if not None) where."""
+        return Refusal(
             f"the loss does different operations for the whole batch and for one microbatch: {why}",
             value=None if eqn is None else eqn.primitive.name,
             place=(_compat.source_line(eqn) if eqn is not None else "") or self.label,
@@ -151,57 +151,76 @@ class _Pairer:
             ),
         )
 
-    def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, source: str = "") -> Body:
+    def require(self, holds: bool, eqn: Any, why: str) -> bool:
+        """Returns `holds`, and notes the refusal where it is False; `eqn` and `why` are those of `refuse`."""
+        if not holds:
+            self.refusals.append(self.refuse(eqn, why))
+        return holds
+
+    def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, source: str = "") -> Body | None:
         """Pairs the jaxprs `whole` and `part` with the given `inputs`, which stand at `site`.
 
         `source` is the user's line of the equation around them."""
         nodes: list[Node] = []
         outputs = self.walk(whole, part, inputs, site, nodes, source)
-        return Body(tuple(nodes), inputs, tuple(outputs))
+        return None if outputs is None else Body(tuple(nodes), inputs, tuple(outputs))
 
     def walk(
         self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], source: str
-    ) -> list[Ref]:
+    ) -> list[Ref] | None:
         """Adds the operations of the jaxprs `whole` and `part`, called with `inputs`, to `nodes`; returns the results.
 
         `site` is where the jaxprs stand, and `source` the user's line of the equation around them."""
         (whole, whole_consts), (part, part_consts) = _compat.open_jaxpr(whole), _compat.open_jaxpr(part)
         first = next(iter(whole.eqns), None)
-        self.require(len(whole.constvars) == len(part.constvars), first, "different constants")
-        self.require(
+        if not self.require(len(whole.constvars) == len(part.constvars), first, "different constants"):
+            return None
+        if not self.require(
             len(whole.eqns) == len(part.eqns) and len(whole.outvars) == len(part.outvars),
             _first_difference(whole, part) or first,
             f"{len(whole.eqns)} operations against {len(part.eqns)}",
-        )
+        ):
+            return None
         known: dict[Any, Ref] = dict(zip(whole.invars, inputs, strict=True))
         matching: dict[Any, Ref] = dict(zip(part.invars, inputs, strict=True))
         for a, b, x, y in zip(whole.constvars, part.constvars, whole_consts, part_consts, strict=True):
             known[a] = matching[b] = Const(x, y, a.aval, b.aval)
 
-        def read(a: Any, b: Any, eqn: Any) -> Ref:
-            literals = isinstance(a, _compat.Literal), isinstance(b, _compat.Literal)
-            if all(literals):
-                return Const(a.val, b.val, a.aval, b.aval)
-            self.require(not any(literals), eqn, "a constant against a value")
-            self.require(known[a] is matching[b] or known[a] == matching[b], eqn, "different operands")
-            return known[a]
+        def read(many: Sequence[Any], others: Sequence[Any], eqn: Any) -> list[Ref] | None:
+            refs: list[Ref] = []
+            for a, b in zip(many, others, strict=True):
+                literals = isinstance(a, _compat.Literal), isinstance(b, _compat.Literal)
+                if all(literals):
+                    refs.append(Const(a.val, b.val, a.aval, b.aval))
+                    continue
+                if not self.require(not any(literals), eqn, "a constant against a value"):
+                    return None
+                if not self.require(known[a] is matching[b] or known[a] == matching[b], eqn, "different operands"):
+                    return None
+                refs.append(known[a])
+            return refs
 
         for index, (a, b) in enumerate(zip(whole.eqns, part.eqns, strict=True)):
-            self.require(a.primitive is b.primitive, a, f"{a.primitive.name} against {b.primitive.name}")
-            self.require(
+            same = self.require(a.primitive is b.primitive, a, f"{a.primitive.name} against {b.primitive.name}")
+            if not same or not self.require(
                 len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars),
                 a,
                 "different numbers of operands or results",
-            )
-            operands = [read(x, y, a) for x, y in zip(a.invars, b.invars, strict=True)]
+            ):
+                return None
+            operands = read(a.invars, b.invars, a)
+            if operands is None:
+                return None
             results = self.equation(a, b, operands, (*site, index), nodes, _source(a, source))
+            if results is None:
+                return None
             known.update(zip(a.outvars, results, strict=True))
             matching.update(zip(b.outvars, results, strict=True))
-        return [read(x, y, first) for x, y in zip(whole.outvars, part.outvars, strict=True)]
+        return read(whole.outvars, part.outvars, first)
 
     def equation(
         self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str
-    ) -> Sequence[Ref]:
+    ) -> Sequence[Ref] | None:
         """Adds the equation `a` of the whole trace, paired with `b`, to `nodes`, or what it calls; returns its results.
 
         `operands` are what it reads, `site` is where it stands, and `source` the user's line."""
@@ -209,19 +228,27 @@ class _Pairer:
         if whole is not None and part is not None:
             return self.walk(whole, part, operands, (*site, 0), nodes, source)
         results = tuple(self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True))
-        nodes.append(Node(a, b, site, tuple(operands), results, self.bodies(a, b, site, source), source))
+        bodies = self.bodies(a, b, site, source)
+        if bodies is None:
+            return None
+        nodes.append(Node(a, b, site, tuple(operands), results, bodies, source))
         return results
 
-    def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...]:
+    def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...] | None:
         """Pairs the bodies that the equations `a` and `b` at `site` run; `source` is the user's line."""
         whole, part = _bodies(a), _bodies(b)
-        self.require(len(whole) == len(part), a, "different numbers of branches")
+        if not self.require(len(whole) == len(part), a, "different numbers of branches"):
+            return None
         bodies = []
         for index, (x, y) in enumerate(zip(whole, part, strict=True)):
             first, second = _compat.open_jaxpr(x)[0].invars, _compat.open_jaxpr(y)[0].invars
-            self.require(len(first) == len(second), a, "different numbers of operands")
+            if not self.require(len(first) == len(second), a, "different numbers of operands"):
+                return None
             inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second, strict=True))
-            bodies.append(self.body(x, y, inputs, (*site, index), source))
+            body = self.body(x, y, inputs, (*site, index), source)
+            if body is None:
+                return None
+            bodies.append(body)
         return tuple(bodies)
 
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.step import PartialStep
+from splitjax.lower.partial.truncated import PartialWays
 from splitjax.lower.partial.truncation import turns_scope
 from splitjax.lower.partial.workers import DispatchedStep, JittedProgram, ProgramMaker
 from splitjax.partial.request import BRANCH
@@ -71,30 +71,29 @@ class _AtCycleStep:
         return self.program.lower(np.int32(self.cycle_step), *args)
 
 
-def scheduled_programs(
-    step: PartialStep, hooks: PartialHooks, lowered: Lowered, programs: ProgramMaker
-) -> ScheduledPrograms:
+def scheduled_programs(ways: PartialWays, lowered: Lowered, programs: ProgramMaker) -> ScheduledPrograms:
     """Gives the programs of a step.
 
-    **Arguments:** `step`: its depths and its workers. `hooks`: the evaluators of its boundaries. `lowered`: the step,
-    ready to be evaluated. `programs`: makes compiled programs.
+    **Arguments:** `ways`: how its boundaries run at each depth. `lowered`: the step, ready to be evaluated. `programs`:
+    makes compiled programs.
     """
+    step = ways.step
     depths, kept = step.depths, step.kept_leaves(min(step.depths.first))
-    everywhere = NamedSharding(hooks.lowered.mesh, PartitionSpec())
-    full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, hooks.hook)))
+    everywhere = NamedSharding(lowered.mesh, PartitionSpec())
+    full = functools.cache(lambda: programs.whole(functools.partial(lowered.run, ways.full)))
     in_cycle = lambda run: ScheduledPrograms(
         step, full, None, functools.cache(lambda: programs.whole(run, (everywhere,)))
     )
     if not step.is_temporal and step.request.execution == BRANCH:
         return in_cycle(
-            lambda leaves, residuals, cycle_step: lowered.run_keeping(hooks.apart(cycle_step), kept, leaves, residuals)
+            lambda leaves, residuals, cycle_step: lowered.run_keeping(ways.apart(cycle_step), kept, leaves, residuals)
         )
     if not step.is_temporal:
         return ScheduledPrograms(
-            step, full, None, functools.cache(lambda: DispatchedStep(step, hooks, lowered, programs))
+            step, full, None, functools.cache(lambda: DispatchedStep(step, ways, lowered, programs))
         )
     at_depth = {
-        first: functools.partial(lowered.run_keeping, hooks.together(first), step.kept_leaves(first))
+        first: functools.partial(lowered.run_keeping, ways.together(first), step.kept_leaves(first))
         for first in depths.distinct
     }
     if step.request.execution != BRANCH:

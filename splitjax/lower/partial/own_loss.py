@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from splitjax.errors import PartialError
+from splitjax.errors import PartialError, Refusal
 from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
 from splitjax.lower.products.layout import StepLayout
+from splitjax.lower.way import BoundaryCall, example_dim
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
 from splitjax.trace.flatten import flatten
-
-# What draws random numbers: every worker would draw the same.
-_DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator", "rng_uniform"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,51 +204,79 @@ class OwnLoss:
         return [value, *(aux[k] for k in range(len(aux))), *grads]
 
 
-def own_loss(
-    eqn: Any, twin: Any, operands: Sequence[Any], site: Site, layout: StepLayout, workers: WorkerMesh
-) -> OwnLoss:
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnLossWay:
+    """Runs a boundary whose workers have losses of their own.
+
+    - `boundary`: what the boundary differentiates. `forward`: its closed jaxpr for a worker's examples.
+    - `axes`: the mesh axes of the workers, major first. `batch_axes`: all mesh axes that split the batch.
+    - `example_dims`, `aux_dims`: per operand and per auxiliary result the dim that holds examples; None: none does.
+    """
+
+    boundary: Boundary
+    forward: Any
+    axes: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    example_dims: tuple[int | None, ...]
+    aux_dims: tuple[int | None, ...]
+    how: str = dataclasses.field(default="own loss", init=False)
+    why: str = dataclasses.field(default="the loss is no sum over examples", init=False)
+
+    def run(self, call: BoundaryCall, runner: Runner[RunnableLoops]) -> list[Any]:
+        """Returns the results of the boundary `call`, with the workers' losses run by `runner`."""
+        workers = WorkerMesh(call.layout.mesh, self.axes, self.batch_axes)
+        own = OwnLoss(
+            self.boundary,
+            self.forward,
+            call.site,
+            call.layout,
+            workers,
+            self.example_dims,
+            self.aux_dims,
+            call.operands,
+        )
+        return own.results(runner)
+
+
+def own_loss(eqn: Any, twin: Any, axes: tuple[str, ...], batch_axes: tuple[str, ...]) -> OwnLossWay | Refusal:
     """Prepares a boundary whose workers have losses of their own.
 
     **Arguments:**
 
     - `eqn`: the boundary's equation.
     - `twin`: the same, traced with a worker's examples.
-    - `operands`: its operands.
-    - `site`, `layout`: where it stands in the step, and the constraints by site.
-    - `workers`: the mesh and the axes of the workers.
+    - `axes`: the mesh axes of the workers, major first. `batch_axes`: all mesh axes that split the batch.
 
-    Raises `PartialError` where the loss draws random numbers, or differentiates examples.
+    Returns a refusal, a `PartialError`, where the loss draws random numbers, or differentiates examples.
     """
     boundary, local = boundary_of(eqn.params), boundary_of(twin.params)
-    dims = tuple(_differs(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True))
+    dims = tuple(example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True))
     num_aux = boundary.num_aux
     aux = tuple(
-        _differs(a.aval.shape, b.aval.shape)
+        example_dim(a.aval.shape, b.aval.shape)
         for a, b in zip(eqn.outvars[1 : 1 + num_aux], twin.outvars[1 : 1 + num_aux], strict=True)
     )
-    draws = sorted({op.primitive for op in flatten(local.forward).ops} & _DRAWS)
+    # Every worker would draw the same.
+    draws = sorted({op.primitive for op in flatten(local.forward).ops} & OPERATIONS.with_trait(Trait.DRAWS))
     if draws:
-        raise PartialError(
+        return Refusal(
             f"{boundary.label}: the loss mixes examples and draws random numbers ({draws[0]}), of which every worker"
             " would draw the same",
             value=draws[0],
             place=boundary.label,
             remedy='use assignment="temporal", or norms of single examples instead of batch norm',
+            kind=PartialError,
         )
     if any(dims[position] is not None for position in boundary.positions):
         name = next(boundary.names[position] for position in boundary.positions if dims[position] is not None)
-        raise PartialError(
+        return Refusal(
             f"{boundary.label}: it differentiates examples",
             value=name,
             place=boundary.label,
             remedy='use assignment="temporal", or sync="dense"',
+            kind=PartialError,
         )
-    return OwnLoss(boundary, local.forward, site, layout, workers, dims, aux, operands)
-
-
-def _differs(whole: Sequence[int], part: Sequence[int]) -> int | None:
-    """Gives the dim whose size differs between two shapes of an array; None: none does."""
-    return next((dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b), None)
+    return OwnLossWay(boundary, local.forward, axes, batch_axes, dims, aux)
 
 
 def _at(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:

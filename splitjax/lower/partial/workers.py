@@ -1,6 +1,6 @@
 """Makes a callable of the programs of a step whose workers run programs of their own (`rows.py`).
 
-A lowered step and the evaluators of its boundaries go in, a `DispatchedStep` comes out, which is called and lowered as
+A lowered step and the ways of its boundaries go in, a `DispatchedStep` comes out, which is called and lowered as
 what `jax.jit` returns. So whoever runs, measures or prints a step's program need not know that it is several.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.partial.hooks import PartialHooks
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.rows import Capture, Captured, Given, RowPrograms, Specs
 from splitjax.lower.partial.step import PartialStep
+from splitjax.lower.partial.truncated import PartialWays
 
 
 class JittedProgram(Protocol):
@@ -67,13 +67,13 @@ class DispatchedStep:
     It is called with its number in the cycle of the depths, then with its arguments.
 
     - `step`: its depths and its workers.
-    - `hooks`: the evaluators of its boundaries.
+    - `ways`: how its boundaries run.
     - `lowered`: the step, ready to be evaluated.
     - `programs`: makes the programs.
     """
 
     step: PartialStep
-    hooks: PartialHooks
+    ways: PartialWays
     lowered: Lowered
     programs: ProgramMaker
 
@@ -110,7 +110,7 @@ class DispatchedStep:
     def rows(self) -> RowPrograms:
         """The programs of the workers."""
         leaves = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.hooks.jaxpr)[0].invars
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.lowered.jaxpr)[0].invars
         ]
         captured: list[Captured] = []
 
@@ -129,14 +129,12 @@ class DispatchedStep:
             return captured[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
-        return RowPrograms(
-            captured[-1].places.without_values(), captured[-1].truncation, self.hooks.lowered.mesh, types
-        )
+        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, self.lowered.mesh, types)
 
     def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
         """Evaluates the step as far as its boundary, and gives what crosses into the boundary's loops."""
         try:
-            self.lowered.run(self.hooks.apart(np.int32(0), Capture), leaves, residuals)
+            self.lowered.run(self.ways.apart(np.int32(0), Capture), leaves, residuals)
         except Captured as met:
             return met
         raise AssertionError("a step with partial backpropagation has its boundary")
@@ -153,13 +151,13 @@ class DispatchedStep:
 
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
         """Constrains how a value lies over the axes of the workers."""
-        if set(self.step.axes) >= set(self.hooks.lowered.mesh.axis_names):
-            return jax.lax.with_sharding_constraint(value, NamedSharding(self.hooks.lowered.mesh, spec))
+        if set(self.step.axes) >= set(self.lowered.mesh.axis_names):
+            return jax.lax.with_sharding_constraint(value, NamedSharding(self.lowered.mesh, spec))
         # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the
         # former can.
         return jax.shard_map(
             lambda part: part,
-            mesh=self.hooks.lowered.mesh,
+            mesh=self.lowered.mesh,
             in_specs=spec,
             out_specs=spec,
             axis_names=frozenset(self.step.axes),
@@ -170,14 +168,14 @@ class DispatchedStep:
     def after(self, specs: Specs) -> JittedProgram:
         """Makes the program that goes on from the boundary with the workers' sums. `specs`: of what `before` gives."""
         kept = self.step.kept_leaves(min(self.step.depths.first))
-        here = lambda spec: NamedSharding(self.hooks.lowered.mesh, spec)
+        here = lambda spec: NamedSharding(self.lowered.mesh, spec)
         shardings = jax.tree.map(
             here, self.rows.sum_specs(specs.tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
 
         def run(leaves: Sequence[Any], residuals: Any, cycle_step: Any, sums: Any) -> Evaluated:
             return self.lowered.run_keeping(
-                self.hooks.apart(cycle_step, lambda truncation: Given(truncation, sums)), kept, leaves, residuals
+                self.ways.apart(cycle_step, lambda truncation: Given(truncation, sums)), kept, leaves, residuals
             )
 
         return self.programs.whole(run, (here(PartitionSpec()), shardings), (1,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -74,7 +75,9 @@ class StepLayout:
     rematerialised: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> StepLayout:
+    def of(
+        cls, mesh: Mesh | AbstractMesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None
+    ) -> StepLayout:
         """Makes a layout for `mesh` of the plan's `constraints` and of what else was `decided`, in any order."""
         decided = decided or SiteDecisions()
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
@@ -89,7 +92,7 @@ class StepLayout:
         sums = {product.site: product for product in explicit if not isinstance(product, Exchange)}
         local = {convolution.site: convolution for convolution in convolutions}
         return cls(
-            mesh,
+            cast(Mesh, mesh),  # a layout that is evaluated is made for one with devices
             pinned,
             inside,
             exchanges,

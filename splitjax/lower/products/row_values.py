@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.primitives.calls import call_body
+from splitjax.primitives.operation import RowAction, RowFacts
+from splitjax.primitives.rows import row_facts
 from splitjax.sync.local import set_rows, take_rows
-from splitjax.trace.row_update import ELEMENTWISE, NEUTRAL, REDUCTIONS, SHAPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +89,9 @@ class RowView:
         """
         rows = self.rows(value)
         is_row = (self.ids < num_rows).reshape(-1, *[1] * (rows.ndim - 1))
-        return _compat.rebind(eqn, [jnp.where(is_row, rows, jnp.asarray(NEUTRAL[eqn.primitive.name], rows.dtype))])[0]
+        neutral = _facts(eqn).neutral
+        assert neutral is not None, "a reduction without a neutral number is not admitted"
+        return _compat.rebind(eqn, [jnp.where(is_row, rows, jnp.asarray(neutral, rows.dtype))])[0]
 
     def _compute(self, value: Rows) -> Any:
         if value.array is not None:
@@ -136,13 +139,14 @@ class RowWriter:
         tables = {value.table for value in rows} - {None}
         if name == "optimization_barrier" and len(tables) <= 1:
             return values
+        facts = _facts(eqn)
         if (
             len(tables) <= 1
             and len(eqn.outvars) == 1
-            and (name in ELEMENTWISE or (name in SHAPES and _keeps_rows(eqn, rows[0])))
+            and (facts.action is RowAction.APART or _keeps_rows(eqn, facts, rows[0]))
         ):
             return [_of(eqn, values, next(iter(tables), None))]
-        if name in REDUCTIONS and rows[0].behind:
+        if facts.action is RowAction.REDUCES and rows[0].behind:
             if 0 not in eqn.params["axes"]:
                 return [_of(eqn, values, rows[0].table)]
             return [self.total(eqn, rows[0])]
@@ -163,10 +167,16 @@ def _of(eqn: Any, operands: Sequence[Any], table: int | None) -> Rows:
     )
 
 
-def _keeps_rows(eqn: Any, value: Rows) -> bool:
+def _facts(eqn: Any) -> RowFacts:
+    """Returns what an equation does with rows."""
+    shapes = [[getattr(v.aval, "shape", ()) for v in side] for side in (eqn.invars, eqn.outvars)]
+    return row_facts(eqn.primitive.name, eqn.params, *shapes)
+
+
+def _keeps_rows(eqn: Any, facts: RowFacts, value: Rows) -> bool:
     """Returns whether an operation that changes shapes leaves every row of a value to itself."""
     after = tuple(eqn.outvars[0].aval.shape)
-    return after[:1] == value.shape[:1] and SHAPES[eqn.primitive.name](eqn, value.shape, after)
+    return facts.keeps is not None and after[:1] == value.shape[:1] and facts.keeps(eqn.params, value.shape, after)
 
 
 def dense(value: Any) -> Any:

@@ -70,7 +70,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
         sync.param
         for sync in tables
         if sync.is_owned
-        and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(sync).boundary), site)[0]) is None
+        and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(sync).boundary), site).edited) is None
     }
     again = lambda sync: syncing.table_sync(step.table_of(sync), may_own=False)
     return dataclasses.replace(step, tables=tuple(again(sync) if sync.param in late else sync for sync in tables))

@@ -8,7 +8,7 @@ table's gradient never exists whole; the rows are exchanged behind them, and wri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,49 +20,64 @@ from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
 from splitjax.lower.tables.collective_order import CollectiveOrder
-from splitjax.lower.tables.lookups import Edited, EditedLookup, ids_of, rows_of
+from splitjax.lower.tables.lookups import EditedLookup, ids_of, rows_of
 from splitjax.lower.tables.owned_rows import OwnerSums, Pulled, pull, push
-from splitjax.lower.tables.sparse_step import SparseStep
+from splitjax.lower.tables.sparse_step import SparseStep, TableEdit
 from splitjax.lower.tables.table_rows import Exchanged, exchange
 from splitjax.lower.tables.table_sync import TableSync
-from splitjax.primitives.walk import Site, holds_boundary
+from splitjax.lower.way import Ways, hook_of
+from splitjax.primitives.walk import holds_boundary
 
 
 @dataclasses.dataclass(eq=False)
 class _SparseTrace:
-    """A trace of a step with sparse tables: evaluates its boundaries and remembers by table what they gave."""
+    """Pulls and pushes rows in one evaluation of a step (`way.RowExchanges`), and remembers by table what boundaries
+    gave."""
 
     step: SparseStep
     mesh: Mesh
-    hook: BoundaryHook
     arguments: Sequence[Any]
     residuals: Mapping[str, Any]
     summed: dict[int, Exchanged | OwnerSums]
+    pulled: dict[int, Pulled] = dataclasses.field(default_factory=dict)
     collectives: CollectiveOrder = dataclasses.field(default_factory=CollectiveOrder)
 
-    def boundary(self, eqn: Any, operands: Sequence[Any], site: Site, forward: Callable) -> list[Any]:
-        """Evaluates a boundary, and exchanges the rows of its tables."""
-        operands = [dense(operand) for operand in operands]
-        if not self.step.at(site):
-            return self.hook(eqn, operands, site, forward)
-        edited, order, positions = self.step.edited(eqn, site)
-        pulled = self._pulled(edited, order, positions, operands)
-        deltas = [self._delta(lookup, place, order, pulled) for place, lookup in enumerate(edited.lookups)]
-        results = self.hook(edited.eqn, [*operands, *deltas], site, forward)
+    def pull(self, edit: TableEdit, operands: Sequence[Any]) -> list[Any]:
+        """Pulls the rows of the tables that their workers own, before the forward pass. Returns what the lookups of the
+        boundary are differentiated by; `operands` are the boundary's own."""
+        owned = [number for number in edit.operands if self.step.tables[number].is_owned]
+        if owned:
+            known = ids_of(edit.edited)
+            assert known is not None, "find_sparse lets workers own tables only where ids are known before"
+            closed, used = known
+            read = [operand for operand, is_used in zip(operands, used, strict=False) if is_used]
+            every = _compat.eval_jaxpr(closed, (), *read)
+            for number in owned:
+                mine = [place for place, (table, _) in enumerate(edit.order) if table == number]
+                lookups = [edit.edited.lookups[place] for place in mine]
+                ids = [rows_of(lookup, every[place])[0] for place, lookup in zip(mine, lookups, strict=True)]
+                table = self._placed(self.step.tables[number], [lookup.num_loops for lookup in lookups], ids)
+                self.pulled[number] = pull(table, self.mesh, self.collectives, operands[edit.operands[number]], ids)
+        return [self._delta(lookup, *edit.order[place]) for place, lookup in enumerate(edit.edited.lookups)]
+
+    def push(self, edit: TableEdit, eqn: Any, results: Sequence[Any]) -> list[Any]:
+        """Exchanges the rows among the `results` of the edited boundary, and remembers them by table. Returns the
+        results of the boundary `eqn`, with `Rows` for the gradients of tables."""
+        edited, order = edit.edited, edit.order
         num_results, count = len(eqn.outvars) - len(eqn.params["positions"]), len(order)
         ids, gradients = results[num_results : num_results + count], results[num_results + count :]
         kept, cotangents = gradients[: len(edited.kept)], gradients[len(edited.kept) :]
         ready = self.collectives.ready()
-        for number in positions:
+        for number in edit.operands:
             rows = [
                 rows_of(lookup, own_ids, cotangent)
                 for (table, _), lookup, own_ids, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True)
                 if table == number
             ]
             residual = self.residuals.get(self.step.tables[number].param)
-            if number in pulled:
+            if number in self.pulled:
                 gradients_of_rows = [values for _, values in rows]
-                self.summed[number] = push(pulled[number], self.collectives, ready, gradients_of_rows, residual)
+                self.summed[number] = push(self.pulled[number], self.collectives, ready, gradients_of_rows, residual)
                 continue
             loops = [
                 lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number
@@ -77,41 +92,20 @@ class _SparseTrace:
                 residual,
             )
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
-        table_at = {position: number for number, position in positions.items()}
+        table_at = {position: number for number, position in edit.operands.items()}
         for k, position in enumerate(eqn.params["positions"]):
             if k not in whole:
                 table = self.step.tables[table_at[position]]
                 whole[k] = Rows(table.shape, table.dtype, table_at[position], True)
         return [*results[:num_results], *(whole[k] for k in range(len(whole)))]
 
-    def _pulled(
-        self, edited: Edited, order: Sequence[tuple[int, int]], positions: Mapping[int, int], operands: Sequence[Any]
-    ) -> dict[int, Pulled]:
-        """Pulls the rows of the tables that their workers own, before the forward pass."""
-        owned = [number for number in positions if self.step.tables[number].is_owned]
-        if not owned:
-            return {}
-        known = ids_of(edited)
-        assert known is not None, "find_sparse lets workers own tables only where ids are known before"
-        closed, used = known
-        read = [operand for operand, is_used in zip(operands, used, strict=False) if is_used]
-        every = _compat.eval_jaxpr(closed, (), *read)
-        pulled = {}
-        for number in owned:
-            mine = [place for place, (table, _) in enumerate(order) if table == number]
-            ids = [rows_of(edited.lookups[place], every[place])[0] for place in mine]
-            table = self._placed(self.step.tables[number], [edited.lookups[place].num_loops for place in mine], ids)
-            pulled[number] = pull(table, self.mesh, self.collectives, operands[positions[number]], ids)
-        return pulled
-
-    def _delta(
-        self, lookup: EditedLookup, place: int, order: Sequence[tuple[int, int]], pulled: Mapping[int, Pulled]
-    ) -> Any:
-        """Gives what a lookup's rows are differentiated by: zeros that are added to them, or the pulled rows
-        themselves."""
-        number, k = order[place]
+    def _delta(self, lookup: EditedLookup, number: int, k: int) -> Any:
+        """Gives what lookup number `k` of table `number` is differentiated by: zeros that are added to its rows, or the
+        pulled rows themselves."""
         return (
-            pulled[number].given(lookup, k) if number in pulled else jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
+            self.pulled[number].given(lookup, k)
+            if number in self.pulled
+            else jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
         )
 
     def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
@@ -134,10 +128,9 @@ class _SparseTrace:
 
 def evaluate_sparse(
     step: SparseStep,
-    mesh: Mesh,
     layout: StepLayout,
     arguments: Sequence[Any],
-    hook: BoundaryHook,
+    ways: Ways,
     results_of: Mapping[int, int],
     residuals: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, dict[str, Any]], dict[str, Any]]:
@@ -146,9 +139,9 @@ def evaluate_sparse(
     **Arguments:**
 
     - `step`: the tables that are synchronised by rows.
-    - `mesh`, `layout`: where the step runs, and the constraints by site.
+    - `layout`: the mesh on which the step runs, and the constraints by site.
     - `arguments`: its flat arguments.
-    - `hook`: evaluates its gradient boundaries.
+    - `ways`: by site, how each gradient boundary runs.
     - `results_of`: flat argument of a state leaf -> its flat result.
     - `residuals`: by table that is rounded on the wire f[n, num_rows, *row], what rounding took away from each of n
       workers.
@@ -156,7 +149,9 @@ def evaluate_sparse(
     **Returns:** its flat results; by table what was observed: `fell_back` bool[], whether the capacities did not
     suffice; `touched` i32[n, k], the ids of n workers, while there are no capacities; and the new residuals.
     """
-    trace = _SparseTrace(step, mesh, hook, arguments, residuals, {})
+    trace = _SparseTrace(step, layout.mesh, arguments, residuals, {})
+    hook = hook_of(ways, layout, trace)
+    on_arrays: BoundaryHook = lambda eqn, values, site, forward: hook(eqn, [dense(v) for v in values], site, forward)
     operands = list(arguments)
     for number, table in enumerate(step.tables):
         for leaf in table.leaves:
@@ -168,7 +163,7 @@ def evaluate_sparse(
         trace.total,
         lambda eqn: is_boundary(eqn) or holds_boundary(eqn),
     )
-    results = evaluate(layout, step.jaxpr, operands, Hooks(trace.boundary, writer.equation))
+    results = evaluate(layout, step.jaxpr, operands, Hooks(on_arrays, writer.equation))
     observed = {}
     for number, table in enumerate(step.tables):
         summed = trace.summed[number]

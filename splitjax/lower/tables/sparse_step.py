@@ -7,14 +7,29 @@ differentiates, where their operands stand, and for the boundary with edited loo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from splitjax.errors import Refusal
 from splitjax.lower.boundary import Twin
 from splitjax.lower.tables.lookups import Edited, edit_boundary
 from splitjax.lower.tables.table_sync import TableSync
 from splitjax.primitives.walk import Site, equation_at
 from splitjax.trace.graph import Graph, LookupTable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableEdit:
+    """Holds a boundary whose lookups are edited.
+
+    - `edited`: the edited boundary.
+    - `order`: per lookup (number of the table, number of the lookup among the table's).
+    - `operands`: by number of a table the position of its operand.
+    """
+
+    edited: Edited
+    order: Sequence[tuple[int, int]]
+    operands: Mapping[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +64,14 @@ class SparseStep:
         itself: their workers own them."""
         return frozenset(self.tables[number].param for number in self.at(boundary) if self.tables[number].is_owned)
 
-    def edited(self, eqn: Any, site: Site) -> tuple[Edited, list[tuple[int, int]], dict[int, int]]:
-        """Edits the lookups of a boundary.
-
-        **Arguments:** `eqn`: its equation. `site`: where it stands in the step.
-
-        Returns the edited boundary; per lookup (number of the table, number of the lookup among the table's); by number
-        of a table the position of its operand.
-        """
+    def edited(self, eqn: Any, site: Site) -> TableEdit:
+        """Edits the lookups of the boundary `eqn`, which stands at `site` in the step."""
         numbers = self.at(site)
         operands = {number: self._operand(number, site) for number in numbers}
         order = [(number, k) for number in numbers for k in range(len(self.tables[number].lookups))]
         sites = [self.table_of(self.tables[number]).lookups[k].site[len(site) + 1 :] for number, k in order]
         given = [place for place, (number, _) in enumerate(order) if self.tables[number].is_owned]
-        return edit_boundary(eqn, sites, list(operands.values()), given), order, operands
+        return TableEdit(edit_boundary(eqn, sites, list(operands.values()), given), order, operands)
 
     def _operand(self, number: int, site: Site) -> int:
         """Gives the operand position of a table in its boundary."""
@@ -80,6 +89,6 @@ class SparseStep:
 
         def edited_twin(eqn: Any, site: Site, num_examples: int) -> Any:
             twin = twin_of(equation_at(self.jaxpr, site), site, num_examples)
-            return self.edited(twin, site)[0].eqn if self.at(site) else twin
+            return self.edited(twin, site).edited.eqn if self.at(site) and not isinstance(twin, Refusal) else twin
 
         return edited_twin

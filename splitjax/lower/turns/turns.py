@@ -7,7 +7,7 @@ Activations of the split layers exist for one turn at a time. Lai et al., "Split
 (arXiv 1404.5997, section 4.1).
 
 `take_turns` makes a `TurnedBoundary` of a boundary's equation, `evaluate_turns` gives its results. What cannot run in
-turns is refused with the reason (`Refused`): a loss that mixes examples after they have crossed, say.
+turns is refused with the reason: a loss that mixes examples after they have crossed, say.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import jax
 from jax.sharding import Mesh
 
 from splitjax import _compat
-from splitjax.errors import MicrobatchError
+from splitjax.errors import Refusal
 from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
-from splitjax.lower.microbatch.accumulate import Bind
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.loop import MakeFetch
-from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, prepare
+from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
+from splitjax.lower.microbatch.microbatch import Accumulation, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
 from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
 from splitjax.lower.products.groups import Copies, MeshContext, Product
@@ -37,10 +36,6 @@ from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
 from splitjax.primitives.example_relation import ExampleDim
 from splitjax.primitives.walk import Site
-
-
-class Refused(Exception):
-    """Raised for a boundary that cannot run in turns, with the reason as a clause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,29 +121,22 @@ class TurnedBoundary:
             "names": names,
         }
 
-    def loop(self, bind: Bind | None = None) -> Accumulation:
-        """Returns how the back runs in a loop over turns. `bind`: evaluates its equations; None as they are."""
-        return Accumulation(
+    def prepared(self) -> PreparedBoundary | Refusal:
+        """Returns the back, analysed to run in a loop over turns; a refusal where what follows the crossing is no sum
+        over examples."""
+        loop = Accumulation(
             self.operand_dims,
             self.twin.jaxpr,
             self.num_turns,
             self.mode.slice_axes(self.group),
             self.mode.mesh,
             manual_axes=self.mode.manual,
-            bind=bind,
         )
-
-    def check(self) -> None:
-        """Raises `Refused` where what follows the crossing is no sum over examples."""
-        try:
-            job = prepare(self.back_params, self.loop())
-        except MicrobatchError as error:
-            raise Refused(error.message + (f" ({error.place})" if error.place else "")) from error
-        if job is None:
-            raise Refused("the loss does not depend on what crosses")
+        job = prepare(self.back_params, loop)
+        return Refusal("the loss does not depend on what crosses") if job is None else job
 
 
-def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) -> TurnedBoundary | None:
+def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) -> TurnedBoundary | Refusal | None:
     """Cuts a boundary for turns; returns None where nothing crosses in it.
 
     **Arguments:**
@@ -157,7 +145,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) 
     - `site`: its place in the step. `layout`: the step's layout, with its exchanges.
     - `mode`: how the step's boundaries run in turns.
 
-    Raises `Refused`.
+    Returns a refusal where the boundary cannot run so.
     """
     boundary = boundary_of(eqn.params)
     prefix = (*site, 0)
@@ -169,41 +157,50 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) 
     if not exchanges:
         return None
     if boundary.microbatches not in (None, 1):
-        raise Refused(f"the gradient is accumulated over {boundary.microbatches} microbatches already")
+        return Refusal(f"the gradient is accumulated over {boundary.microbatches} microbatches already")
     flat, small = flatten_calls(boundary.forward), flatten_calls(boundary_forward(twin)[0])
     if [e.primitive for e in flat.eqns] != [e.primitive for e in small.eqns]:
-        raise Refused("the loss is another program for the examples of one turn")
+        return Refusal("the loss is another program for the examples of one turn")
     cut = cut_forward(flat, boundary.positions, exchanges, _holding_examples(flat, small))
     if cut is None:
         if any(exchange.enter in (EXAMPLES, SWAP) for exchange in exchanges.values()):
-            raise Refused("examples cross inside a loop or a rematerialised function")
+            return Refusal("examples cross inside a loop or a rematerialised function")
         return None
     entering = {flat.sites[index] for readers in cut.readers for index in readers}
     later = [exchange for at, exchange in exchanges.items() if at not in entering]
-    _require_no_whole_layers(layout, prefix, [flat.sites[index] for index in cut.back], later)
+    refusal = _whole_layer_behind(layout, prefix, [flat.sites[index] for index in cut.back], later)
+    if refusal is not None:
+        return refusal
     groups = {exchanges[at].axes for at in entering or exchanges}
     if len(groups) > 1:
-        raise Refused(f"layers are split over different groups: {', '.join(sorted('+'.join(axes) for axes in groups))}")
+        return Refusal(
+            f"layers are split over different groups: {', '.join(sorted('+'.join(axes) for axes in groups))}"
+        )
     (front, rear), (_, twin_rear) = cut.parts(flat), cut.parts(small)
     dims = _operand_dims(rear, twin_rear, cut, mode.num_examples, flat, exchanges)
+    if isinstance(dims, Refusal):
+        return dims
     return TurnedBoundary(mode, site, groups.pop(), boundary, cut, flat, front, rear, twin_rear, dims, exchanges)
 
 
-def _require_no_whole_layers(layout: StepLayout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]) -> None:
-    """Raises `Refused` where a layer that is whole on every device stands behind the crossing.
+def _whole_layer_behind(
+    layout: StepLayout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]
+) -> Refusal | None:
+    """Returns a refusal where a layer that is whole on every device stands behind the crossing.
 
     There, each turn would exchange its gradients. `back`: the sites of the back; `later`: the exchanges that no
     crossing value enters."""
     for exchange in later:
         if exchange.enter in (EXAMPLES, SWAP) or exchange.leave == SCATTER:
-            raise Refused(f"a replicated layer stands between split layers, around {exchange.layer}")
+            return Refusal(f"a replicated layer stands between split layers, around {exchange.layer}")
     for use in layout.uses:
         inside = use.site[len(prefix) :]
         if not use.axes and use.site[: len(prefix)] == prefix and any(inside[: len(site)] == site for site in back):
-            raise Refused(
+            return Refusal(
                 f"{use.layer}, which every device holds whole, stands behind the crossing or in one loop or remat"
                 " with it"
             )
+    return None
 
 
 def _holding_examples(flat: FlatForward, small: FlatForward) -> set[Any]:
@@ -221,10 +218,10 @@ def _operand_dims(
     num_examples: int,
     flat: FlatForward,
     exchanges: Mapping[Site, Exchange],
-) -> tuple[int | None, ...]:
+) -> tuple[int | None, ...] | Refusal:
     """Returns, for each operand of the back, the dim that holds its examples.
 
-    Raises `Refused` for crossing values that mix examples with other dims."""
+    Returns a refusal for crossing values that mix examples with other dims."""
     whole, part = _compat.open_jaxpr(rear.jaxpr)[0], _compat.open_jaxpr(small.jaxpr)[0]
     num_operands = len(flat.invars)
     dims: list[int | None] = []
@@ -236,14 +233,16 @@ def _operand_dims(
         readers = cut.readers[position - num_operands]
         known = readers and exchanges[flat.sites[readers[0]]].example_dim == differ[0]
         if len(differ) > 1 or not (known or a.aval.shape[differ[0]] == num_examples):
-            raise Refused(f"a value of shape {a.aval.shape} crosses whose examples are mixed with other dims")
+            return Refusal(f"a value of shape {a.aval.shape} crosses whose examples are mixed with other dims")
     return tuple(dims)
 
 
-def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: StepLayout) -> list[Any]:
+def evaluate_turns(
+    turned: TurnedBoundary, job: PreparedBoundary, operands: Sequence[Any], layout: StepLayout
+) -> list[Any]:
     """Evaluates the boundary `turned` on its `operands`: its value, aux leaves and gradients.
 
-    `layout`: the step's layout."""
+    `job`: its back, as `TurnedBoundary.prepared` gives it; `layout`: the step's layout."""
     prefix = (*turned.site, 0)
     in_front, in_back = turned.differentiated
     copies: Copies = {}
@@ -264,14 +263,12 @@ def evaluate_turns(turned: TurnedBoundary, operands: Sequence[Any], layout: Step
     alive = iter(live)
     crossing = [next(alive) if is_live else value for value, is_live in zip(known, turned.cut.live, strict=True)]
     inside = _inside(turned, layout)
-    results = expand_microbatches(
-        turned.back_params,
+    bind = lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies)
+    results = job.placed(layout.mesh, bind, bind).results(
         [*operands, *crossing],
-        turned.loop(
-            lambda eqn, values, at: evaluate_equation(inside, eqn, values, (*prefix, *turned.back.site(at)), copies)
-        ),
-        fetches=_fetches(turned, MeshContext(layout.mesh, inside.manual), copies),
-        known_whole_over=turned.group,
+        in_back,
+        _fetches(turned, MeshContext(layout.mesh, inside.manual), copies),
+        turned.group,
     )
     num_results = sum(turned.cut.outputs)
     computed, grads = iter(results[:num_results]), dict(zip(in_back, results[num_results:], strict=True))

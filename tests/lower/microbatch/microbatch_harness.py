@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
+from splitjax.errors import Refusal
 from splitjax.lower import boundary, gradient
 from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, local_examples
 
@@ -32,6 +33,8 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
     manual = batch_axes if manual is None and mesh is not None else manual or ()
     total = jax.tree.leaves(batch)[0].shape[0]
     local = local_examples(total, num, batch_axes if mesh is not None else (), mesh, manual)
+    if isinstance(local, Refusal):
+        raise local.error()
     closed, shape = _compat.trace(step, abstract(params), abstract(batch), *rest)
     small, _ = _compat.trace(step, abstract(params), abstract(batch, local), *rest)
     inner, consts = _compat.open_jaxpr(closed)

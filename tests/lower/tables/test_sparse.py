@@ -12,6 +12,7 @@ import pytest
 
 import splitjax
 from splitjax import models
+from splitjax.compile import step_programs
 from splitjax.errors import SyncError, UnavailableError
 from splitjax.plan import Plan
 from splitjax.planning import observing
@@ -432,7 +433,7 @@ def test_lazy_updates_leave_rows_without_gradient_alone(mesh):
 def test_auto_never_makes_rows_dense_where_that_would_change_the_numbers(mesh, monkeypatch):
     """Every row is touched in every step, which a dense exchange does best; but the update is lazy. One worker has no
     exchange at all."""
-    monkeypatch.setattr(observing, "measure_link", lambda *_: Link(0.0, 1e6))
+    monkeypatch.setattr(step_programs, "measure_link", lambda *_: Link(0.0, 1e6))
     adam = optax.adam(0.1)
 
     def step(state, batch):

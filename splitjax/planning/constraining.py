@@ -1,0 +1,90 @@
+"""Decides what lowering does at each operation of a step whose leaves are laid out: constraints where two layouts
+meet, gathers around unknown operations, remedies for what XLA's partitioner gets wrong.
+
+A `Draft` with a layout comes in and goes out with constraints, and with all of it by site.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from splitjax.cost.convolutions import derive_convolutions
+from splitjax.cost.transforms import derive_transforms
+from splitjax.errors import UnknownPrimitiveError
+from splitjax.lower.products.constraints import derive_constraints
+from splitjax.lower.products.exchange import derive_exchanges, weight_uses
+from splitjax.lower.products.layout import SiteDecisions, StepLayout
+from splitjax.lower.products.remedies import (
+    apply_remedies,
+    check_orders,
+    guarded_sites,
+    reached_suspects,
+    rewritten_sites,
+)
+from splitjax.lower.products.scatter import derive_scatters, pin_gradients
+from splitjax.lower.products.sharded_dims import ShardedDims
+from splitjax.plan import Constraint
+from splitjax.planning.draft import Draft
+from splitjax.trace.graph import Unknown
+
+
+def constrain(draft: Draft) -> Draft:
+    """Returns the draft with its constraints, and with what they and the layout mean by site.
+
+    Raises `UnknownPrimitiveError` where something sharded reaches an operation without dim rule, and `PlanError` for
+    a layout that XLA cannot be trusted with."""
+    graph, mesh, layout = draft.graph, draft.shape, draft.layout
+    check_orders(layout.leaves, mesh)
+    by_path = {leaf.path: leaf for leaf in layout.leaves}
+    constraints = derive_constraints(graph, by_path, mesh, layout.batch_axes)
+    sharded = ShardedDims.of(graph, layout.leaves, layout.batch_axes)
+    unknown = [op for op in graph.unknown if sharded.reaches((*op.operand_dims, *op.result_dims), op.site)]
+    if unknown and draft.request.unknown == "error":
+        raise _unknown_error(unknown[0])
+    around = tuple(
+        constraint
+        for op in unknown
+        for constraint in _gather_around(op, f"{op.primitive} has no dim rule: gathered around it")
+    )
+    arguments = graph, layout.leaves, mesh, layout.batch_axes, layout.replicated_batch
+    convolutions = derive_convolutions(*arguments)
+    suspects = reached_suspects(graph, mesh, sharded, convolutions)
+    remedies = apply_remedies(suspects, graph)
+    constraints = (*constraints, *around, *remedies.constraints)
+    split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
+    exchanges = derive_exchanges(*arguments)
+    sites = StepLayout.of(
+        draft.mesh,
+        (*constraints, *pin_gradients(graph, layout.leaves)),
+        SiteDecisions(
+            derive_scatters(*arguments, exchanges),
+            weight_uses(*arguments),
+            names={use.site: use.layer for use in graph.uses},
+            convolutions=convolutions,
+            transforms=[transform for transform in derive_transforms(*arguments) if transform.site in split_sites],
+            rewrites=rewritten_sites(graph, mesh),
+            guarded=guarded_sites(suspects),
+        ),
+    )
+    notes = (note for note in remedies.notes if note not in draft.notes)  # a pinned plan has them already
+    gathered = tuple(f"{op.primitive} at {op.source}" for op in unknown)
+    return dataclasses.replace(draft, constraints=constraints, gathered=gathered, sites=sites).noting(*notes)
+
+
+def _unknown_error(op: Unknown) -> UnknownPrimitiveError:
+    return UnknownPrimitiveError(
+        f"splitjax does not know what the primitive {op.primitive!r} does to dims, and something sharded reaches it",
+        value=op.primitive,
+        place=op.source or f"equation {'.'.join(map(str, op.site))}",
+        remedy=(
+            f'teach it with splitjax.register_dims({op.primitive!r}, "b i, i o -> b o"), or pass unknown="gather" to'
+            " run the operation replicated on every device"
+        ),
+    )
+
+
+def _gather_around(op: Unknown, why: str) -> list[Constraint]:
+    """Returns constraints that make every operand of an operation whole."""
+    return [
+        Constraint(op.site, k, (None,) * len(dims), op.primitive, why) for k, dims in enumerate(op.operand_dims) if dims
+    ]

@@ -1,0 +1,163 @@
+"""Holds a step while it is planned: what was asked for, what is known, and every decision so far, as one value.
+
+A traced call, a mesh and a `PlanRequest` come in as an empty `Draft`; the passes of `planning.passes` each return it
+with one more decision; `planning.predict` makes the `Plan` of it. Nothing in it is predicted, so that no later decision
+has to mend what an earlier one predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from jax.sharding import AbstractMesh, Mesh
+
+from splitjax.lower.boundary import Twin
+from splitjax.lower.partial.step import PartialStep
+from splitjax.lower.products.layout import StepLayout
+from splitjax.lower.strategies import StepWays
+from splitjax.lower.tables.sparse_step import SparseStep
+from splitjax.lower.tables.sync_request import SyncRequest
+from splitjax.lower.turns.in_turns import InTurns
+from splitjax.lower.way import LoweredStep, make_twin
+from splitjax.mesh import MeshShape
+from splitjax.partial.request import PartialBackprop
+from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
+from splitjax.planning.observing import TableDecision
+from splitjax.primitives.walk import Site
+from splitjax.rules import RuleSet
+from splitjax.rules.assign import Assignment
+from splitjax.step.traced import Traced
+from splitjax.trace.graph import Graph
+
+_NOTHING = Assignment("", "all", (), (), (), (), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """Holds what a plan is asked to be.
+
+    **Attributes:**
+
+    - `name`: of the step, for messages. `returns_state`: whether it returns its states; False for an evaluation.
+    - `rules`: the rule set that splits its parameters. `pinned`: the plan whose decisions are taken over instead; None
+      for none.
+    - `followed`: by path, the layout of the training step that an evaluation follows; None for a training step.
+    - `unknown`: `error` or `gather`, for operations without dim rule.
+    - `group_comm`, `shard_state`, `backprop`: the options of these names. `sync`: how tables are synchronised.
+    - `platform`: of the devices, such as `cpu`.
+    """
+
+    name: str
+    returns_state: bool
+    rules: RuleSet
+    pinned: Plan | None
+    followed: Mapping[str, LeafPlan] | None
+    unknown: str
+    group_comm: str
+    shard_state: bool
+    sync: SyncRequest
+    backprop: PartialBackprop | None
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownTables:
+    """Holds what is known of how a step's tables are synchronised before its program is built.
+
+    - `decision`: how they are, once their steps were observed.
+    - `carried`: how the run that is resumed synchronised them.
+    - `observes`: whether to build the program of the first steps, whatever is known.
+    """
+
+    decision: TableDecision | None = None
+    carried: Sequence[SyncPlan] = ()
+    observes: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draft:
+    """Holds a traced step with what was decided about it so far.
+
+    **Attributes:**
+
+    - `traced`: the step. `mesh`: its mesh, with devices or abstract: planning looks at axes and sizes alone.
+    - `request`: what is asked for. `known`: what is known of its tables.
+    - `layout`: where every leaf lives. `notes`: what to know besides.
+    - `constraints`: the shardings that lowering pins inside the step. `gathered`: unknown operations that run
+      replicated. `sites`: what these and the layout mean for each operation; None before that is derived.
+    - `group_comm`: how examples cross into split layers. `in_turns`: the boundaries that are prepared to cross in
+      turns, by site.
+    - `partial`: how far back workers differentiate; None for full backpropagation.
+    - `tables`: those that are synchronised by rows; None where the dense exchange alone is asked for. `decision`: their
+      exchanges; None while the first steps are observed.
+    - `ways`: how each gradient boundary runs, prepared; None before that is chosen.
+    """
+
+    traced: Traced
+    mesh: Mesh | AbstractMesh
+    request: PlanRequest
+    known: KnownTables = dataclasses.field(default_factory=KnownTables)
+    layout: Assignment = _NOTHING
+    notes: tuple[str, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
+    gathered: tuple[str, ...] = ()
+    sites: StepLayout | None = None
+    group_comm: str = "gather"
+    in_turns: Mapping[Site, InTurns] = dataclasses.field(default_factory=dict)
+    partial: PartialStep | None = None
+    tables: SparseStep | None = None
+    decision: TableDecision | None = None
+    ways: StepWays | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """Returns the traced step, analysed."""
+        return self.traced.graph
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Returns whether the step takes a gradient and returns its states; False for an evaluation."""
+        return self.request.returns_state
+
+    @functools.cached_property
+    def shape(self) -> MeshShape:
+        """The shape of the mesh."""
+        return MeshShape.of(self.mesh)
+
+    @functools.cached_property
+    def decided(self) -> Plan:
+        """The plan with the layout, the constraints and the group communication that are decided so far, and with
+        nothing predicted."""
+        return Plan(
+            mesh=self.shape,
+            rules=self.layout.rules,
+            replicated_batch=self.layout.replicated_batch,
+            batch_axes=self.layout.batch_axes,
+            leaves=self.layout.leaves,
+            layers=self.layout.layers,
+            constraints=self.constraints,
+            gathered=self.gathered,
+            notes=self.notes,
+            group_comm=self.group_comm,
+        )
+
+    @functools.cached_property
+    def lowered_step(self) -> LoweredStep:
+        """The step as those see it who choose how its gradient boundaries run."""
+        assert self.sites is not None, "boundaries are looked at once the layout and its constraints are decided"
+        # Of its mesh, choices read axes and sizes; whoever evaluates them brings the devices.
+        return LoweredStep(self.graph, cast(Mesh, self.mesh), self.decided, self.sites, self.twin_of)
+
+    @functools.cached_property
+    def twin_of(self) -> Twin:
+        """Finds a boundary in a trace with another number of examples, as `lower.way.make_twin` says; with edited
+        lookups where tables are synchronised by rows."""
+        twin_of = make_twin(self.graph, self.traced.resized)
+        return twin_of if self.tables is None else self.tables.twin_of(twin_of)
+
+    def noting(self, *notes: str) -> Draft:
+        """Returns the draft with further `notes`."""
+        return dataclasses.replace(self, notes=(*self.notes, *notes))

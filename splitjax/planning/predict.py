@@ -1,0 +1,59 @@
+"""Predicts what a step does whose every decision is taken: the `Plan` of a `Draft`.
+
+The memory of a device and the collectives are functions of the traced step and its layout; partial backpropagation and
+tables by rows are told the dense collectives that they replace. Nothing that is returned is edited afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from splitjax.cost import LaidOutStep, predict_collectives, predict_memory
+from splitjax.lower.way import planned_boundaries
+from splitjax.plan import Collective, Memory, Plan
+from splitjax.planning.draft import Draft
+from splitjax.planning.observing import predict_tables, row_bytes
+from splitjax.planning.partial_plan import predict_partial
+
+
+def predict(draft: Draft) -> Plan:
+    """Returns the plan of a `draft` that went through all passes: its decisions, and what they cost."""
+    decided, collectives = draft.decided, dense_collectives(draft)
+    partial, syncs = None, ()
+    if draft.partial is not None:
+        pinned = None if draft.request.pinned is None else draft.request.pinned.partial
+        partial, collectives = predict_partial(decided, collectives, draft.partial, draft.request.platform, pinned)
+    if draft.tables is not None:
+        syncs, collectives = predict_tables(decided, collectives, draft.tables, draft.decision)
+    boundaries = () if draft.ways is None else planned_boundaries(draft.ways.planned, draft.traced.jaxpr)
+    return dataclasses.replace(
+        decided,
+        memory=memory_of(draft),
+        collectives=collectives,
+        syncs=syncs,
+        partial=partial,
+        boundaries=boundaries,
+    )
+
+
+def dense_collectives(draft: Draft) -> tuple[Collective, ...]:
+    """Returns the collectives of the layout of a `draft`, each gradient summed whole over all of its workers."""
+    layout = draft.layout
+    step = LaidOutStep(
+        draft.graph, layout.leaves, layout.layers, draft.shape, layout.batch_axes, layout.replicated_batch
+    )
+    return predict_collectives(step, backward=draft.takes_gradient, group_comm=draft.group_comm)
+
+
+def memory_of(draft: Draft) -> Memory:
+    """Returns the memory that the step takes under the decisions of a `draft` so far."""
+    layout = draft.layout
+    return predict_memory(
+        draft.graph,
+        layout.leaves,
+        draft.shape,
+        layout.batch_axes,
+        layout.replicated_batch,
+        group_comm=draft.group_comm,
+        by_rows={} if draft.tables is None else row_bytes(draft.tables),
+    )
