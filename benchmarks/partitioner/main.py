@@ -63,8 +63,9 @@ def main(argv: list[str] | None = None) -> int:
                 program = draw(options.seed, outcome.number, options.only)
                 pairs.append((program, outcome))
                 if outcome.status in pages.BAD and not outcome.kept:
+                    kind = kind_of(program, outcome, settings.partitioner)
                     print(
-                        f"{options.seed}:{outcome.number}  {kind_of(program, outcome)}  {outcome.status} "
+                        f"{options.seed}:{outcome.number}  {kind}  {outcome.status} "
                         f" {outcome.message}{outcome.wrong[:2] or ''}",
                         flush=True,
                     )
@@ -105,7 +106,7 @@ def least_forms(
     for program, outcome in pairs:
         if outcome.status not in pages.BAD:
             continue
-        kind = kind_of(program, outcome)
+        kind = kind_of(program, outcome, settings.partitioner)
         if kind in shrunk:
             continue
         mine = kept.setdefault(kind, [])

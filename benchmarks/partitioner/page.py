@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks._common import RESULTS, table, write_page
 from benchmarks.partitioner.draw import Draw
 from benchmarks.partitioner.families import families
-from benchmarks.partitioner.known import KINDS, kind_of, rows
+from benchmarks.partitioner.known import GSPMD, KINDS, kind_of, rows
 from benchmarks.partitioner.primitives import NOT_DRAWN
 from benchmarks.partitioner.run import Outcome
 from splitjax.primitives.table import OPERATIONS
@@ -84,7 +84,8 @@ def summary(
         layout[outcome.status] += 1
         if outcome.status in BAD:
             entry = found.setdefault(
-                kind_of(draw, outcome), {"programs": 0, "statuses": {}, "error": 0.0, "examples": [], "messages": []}
+                kind_of(draw, outcome, partitioner),
+                {"programs": 0, "statuses": {}, "error": 0.0, "examples": [], "messages": []},
             )
             entry["programs"] += 1
             entry["statuses"][outcome.status] = entry["statuses"].get(outcome.status, 0) + 1
@@ -238,6 +239,8 @@ def _overview(runs: Sequence[Run]) -> list[str]:
         " the process in some gradients of strided 3-D convolutions), or gives other numbers for when it is asked again"
         " (XLA's CPU backend reads memory that nothing wrote in some convolutions with a negative padding) or when its"
         " inputs are off by a rounding (the cosine of a number of 80 digits).",
+        "",
+        "With GSPMD nothing is drawn under splitjax: it refuses to plan for GSPMD (row `gspmd`).",
     ]
 
 
@@ -254,7 +257,7 @@ def _defects(runs: Sequence[Run]) -> list[str]:
     ]
     cells = []
     for name, defect in known.items():
-        kinds = {kind.name for kind in KINDS if kind.row == name}
+        kinds = {kind.name for kind in (*KINDS, GSPMD) if kind.row == name}
         count = sum(
             entry["programs"]
             for run in runs
@@ -268,7 +271,7 @@ def _defects(runs: Sequence[Run]) -> list[str]:
 
 def _findings(runs: Sequence[Run]) -> list[str]:
     kinds = sorted({kind for run in runs for kind in run.findings})
-    row_of = {kind.name: kind.row for kind in KINDS}
+    row_of = {kind.name: kind.row for kind in (*KINDS, GSPMD)}
     cells = []
     for kind in kinds:
         mine = [(run, run.findings[kind]) for run in runs if kind in run.findings]
