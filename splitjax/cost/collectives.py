@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.cost.convolutions import derive_convolutions
-from splitjax.cost.flow import Axes, WeightFlow, flows, linked, used_axes
+from splitjax.cost.flow import Axes, WeightFlow, flows, linked, reads_ids, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.mesh import MeshShape
@@ -115,13 +115,22 @@ def predict_collectives(
         for convolution in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch)
         if convolution.gathered
     }
-    behind = {flow.use.param for i, flow in enumerate(chain) if i or flow.use.trips > 1} | {
-        leaf.path for leaf in leaves if leaf.path not in experts
-    }
+    # The backward pass of a lookup adds rows up, and does not read the table.
+    behind = {
+        flow.use.param for i, flow in enumerate(chain) if (i or flow.use.trips > 1) and not reads_ids(flow.use)
+    } | {leaf.path for leaf in leaves if leaf.path not in experts}
+    in_group = _added_in_group(names, chain)
     for leaf in leaves:
         if leaf.role == "param":
             path = leaf.path
-            weight = _Weight(leaf, states.get(path, ()), experts.get(path, ()), path in behind, parts.get(path, ()))
+            weight = _Weight(
+                leaf,
+                states.get(path, ()),
+                experts.get(path, ()),
+                path in behind,
+                parts.get(path, ()),
+                in_group.get(path, ()),
+            )
             of_gradient = _gradients(weight, mesh, tuple(batch_axes), replicated_batch)
             events += [(names.get(path, path), event) for event in of_gradient]
     return tuple(
@@ -209,7 +218,7 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
     if not axes:
         return
-    if not flow.crossing or flow.consumer is None or linked(flow.consumer, axes, chain):
+    if _stays_in_group(flow, chain):
         yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
     else:
         yield "reduce_scatter", axes, whole, _forward(Kind.LEAVE_ROWS)
@@ -268,6 +277,24 @@ def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan
     return states
 
 
+def _added_in_group(names: Mapping[str, str], chain: Sequence[WeightFlow]) -> dict[str, Axes]:
+    """Maps the biases of row-split layers to the axes over which these are split, where their output is all-reduced: to
+    the sum, which is the same on all devices of a group, each of them adds the bias for all of the group's examples."""
+    used = {flow.use.param for flow in chain}
+    axes: dict[str, Axes] = {}
+    for flow in chain:
+        if flow.contracted and flow.crossing and _stays_in_group(flow, chain) and not reads_ids(flow.use):
+            layer = names.get(flow.use.param, flow.use.layer)
+            axes |= {path: flow.contracted for path, name in names.items() if name == layer and path not in used}
+    return axes
+
+
+def _stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
+    """Tells whether the output of a row-parallel use is summed onto all devices of its group, and not onto those whose
+    examples it is."""
+    return not flow.crossing or flow.consumer is None or linked(flow.consumer, flow.contracted, chain) is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Weight:
     """Holds what the collectives of a parameter depend on.
@@ -278,6 +305,8 @@ class _Weight:
     - `experts`: the axes over which it stays split as the weight of experts.
     - `read_back`: whether the backward pass reads it.
     - `parts`: the axes over which each device has the gradient of its own groups alone of a whole convolution weight.
+    - `in_group`: the axes over whose devices it is added to one and the same value, so that all of them have its whole
+      gradient.
     """
 
     leaf: LeafPlan
@@ -285,6 +314,7 @@ class _Weight:
     experts: Axes
     read_back: bool
     parts: Axes
+    in_group: Axes
 
 
 def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_batch: str) -> Iterator[_Event]:
@@ -307,7 +337,7 @@ def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_ba
         if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
             yield "all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path)
         yield "reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path)
-    summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split)
+    summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split and axis not in weight.in_group)
     split_state = {axis for state in weight.states for axis in spec_axes(state.spec)} | set(
         spec_axes(leaf.gradient or ())
     )

@@ -166,6 +166,11 @@ def _reads_activations(use: Use) -> bool:
     return use.data is not None and np.dtype(use.data_dtype).kind not in "iub"
 
 
+def reads_ids(use: Use) -> bool:
+    """Returns whether a use looks rows up by ids: its derivative reads the ids again, not the weight."""
+    return use.data is not None and np.dtype(use.data_dtype).kind in "iub"
+
+
 def _same_value(a: Use, b: Use) -> bool:
     """Returns whether two uses may read the same value; that their dim classes agree as well (and do not chain) is for
     the caller to ask. A weight that is used twice reads two values: it would be the same operation otherwise."""

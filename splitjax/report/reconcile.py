@@ -34,7 +34,7 @@ from splitjax.report.evidence import (
     Step,
     primitive,
 )
-from splitjax.report.shared_sums import Sums, further_axes, summed_together
+from splitjax.report.shared_sums import Sums, further_axes, gathered_examples, summed_together
 
 # What the evidence of a compiled collective says it is about, by the kind of the planned one; all others move values.
 _ABOUT: Mapping[PurposeKind, str] = {
@@ -106,6 +106,9 @@ def pair(evidence: Sequence[Evidence], step: Step) -> tuple[tuple[tuple[Collecti
     free = [position for position in last if position not in realising or evidence[position].about == SUMMED]
     for position, numbers in summed_together(evidence, free, _sums(left), step.plan.mesh).items():
         realising.setdefault(position, []).extend(left.pop(number) for number in numbers)
+    free = [position for position in last if position not in realising]
+    for number, positions in gathered_examples(evidence, free, _sums(left), step.layers).items():
+        realising |= {k: [part] for k, part in _dealt(left.pop(number), positions, evidence).items()}
     return tuple(tuple(realising.get(position, ())) for position in range(len(evidence))), tuple(left.values())
 
 
@@ -256,30 +259,41 @@ def _pair(
         ),
         distance,
     )
+    # Of an elementwise operation behind a product nothing tells the layer.
+    match(
+        lambda compiled, planned: (
+            activation(compiled, planned)
+            and alike(compiled, planned)
+            and not compiled.layer
+            and compiled.about == VALUE
+        ),
+        _nothing,
+    )
     return paired
 
 
 def _parts(evidence: Sequence[Evidence], paired: Mapping[int, object], planned: Collective) -> tuple[int, ...]:
-    """Returns the positions of explicit collectives that together are a planned one: those in a loop, say, and the last
-    beside it. Their bytes add up to the byte, or there are none. Outside a derivative both passes read `update`, and
-    come in the program's order."""
-    parts: list[int] = []
-    missing_bytes = planned.bytes
+    """Returns the positions of collectives that together are a planned one: those in a loop, say, and the last beside
+    it, of arrays of one shape. Their bytes add up to the byte, or there are none. Outside a derivative both passes read
+    `update`, and come in the program's order."""
+    by_shape: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     for position, compiled in enumerate(evidence):
         fits = (
             position not in paired
-            and compiled.known_by == "scope"
+            and about(planned.purpose) == VALUE == compiled.about
             and compiled.layer == planned.layer
             and compiled.phase in (planned.purpose.phase, UPDATE)
-        )
-        if (
-            fits
-            and about(planned.purpose) == VALUE
             and (compiled.collective.op, compiled.collective.axis) == (planned.op, planned.axis)
-        ):
-            if compiled.collective.bytes <= missing_bytes:
+        )
+        if fits:
+            by_shape[compiled.collective.shape].append(position)
+    for positions in by_shape.values():
+        parts: list[int] = []
+        missing_bytes = planned.bytes
+        for position in positions:
+            if evidence[position].collective.bytes <= missing_bytes:
                 parts.append(position)
-                missing_bytes -= compiled.collective.bytes
+                missing_bytes -= evidence[position].collective.bytes
             if not missing_bytes:
                 return tuple(parts)
     return ()

@@ -6,6 +6,9 @@ one realises comes out. Where this happens:
 - A plan sums a gradient onto parts of it over some axes, and each part over the rest. XLA sums over all axes at once.
 - A recurrent cell computes its gates as one product, whose gradient holds those of all of them side by side.
 - Biases that are added to the same value get the same gradient, and XLA computes and sums it once.
+
+Nor need the sum of a table's gradient be a sum: where examples are few, XLA brings their ids and cotangents together
+and adds up all of them on every device.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from splitjax.cost.ring import carried_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
-from splitjax.report.evidence import GRADIENT, Evidence
+from splitjax.report.evidence import BACKWARD, GRADIENT, Evidence, primitive
 
+_ROW_ADDITIONS = ("scatter-add", "scatter_add")
 # By number of a planned collective: the parameter whose gradient it sums, and the collective.
 Sums = Mapping[int, tuple[str, Collective]]
 
@@ -88,6 +92,37 @@ def summed_together(
             for number in numbers:
                 del left[number]
     return together
+
+
+def gathered_examples(
+    evidence: Sequence[Evidence], free: Iterable[int], sums: Sums, layers: Mapping[str, str]
+) -> dict[int, tuple[int, ...]]:
+    """Finds gathers of ids and cotangents that take the place of a sum of a table's gradient.
+
+    **Arguments:**
+
+    - `evidence`: what is known of each compiled collective.
+    - `free`: the positions of those that realise no planned one.
+    - `sums`: the planned sums of gradients that none realises.
+    - `layers`: path of a parameter -> its layer.
+
+    Returns by the number of a sum the positions of the gathers, each of which is there for the addition of rows.
+    """
+    places: dict[int, tuple[int, ...]] = {}
+    left = list(free)
+    for number, (param, planned) in sums.items():
+        here = [
+            position
+            for position in left
+            if evidence[position].collective.op == "all_gather"
+            and evidence[position].collective.axis == planned.axis
+            and (evidence[position].layer, evidence[position].phase) == (layers.get(param), BACKWARD)
+            and primitive(evidence[position].collective.op_name) in _ROW_ADDITIONS
+        ]
+        if here:
+            places[number] = tuple(here)
+            left = [position for position in left if position not in here]
+    return places
 
 
 def _axes(planned: Collective) -> tuple[str, ...]:

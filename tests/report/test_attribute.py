@@ -340,6 +340,7 @@ def test_parts_of_a_planned_collective_add_up_to_it():
     step = types.SimpleNamespace(
         plan=types.SimpleNamespace(collectives=(*ways, other), mesh=MeshShape((("data", 2), ("model", 4)))),
         order={"dense": 0},
+        layers={},
     )
     paired, missing = pair([explicit(sent) for sent in (10, 30, 30, 10)], step)
     assert [(one.purpose, one.bytes) for (one,) in paired] == [(there, 10), (there, 30), (back, 30), (back, 10)]
