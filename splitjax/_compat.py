@@ -48,9 +48,12 @@ def is_machinery(file_name: str) -> bool:
     return own or any(part in file_name for part in _INSTALLED)
 
 
+JAXPR_TYPES: tuple[type, ...] = (Jaxpr, ClosedJaxpr)  # of jaxprs among the parameters of an equation
+
+
 def is_jaxpr(value: Any) -> bool:
     """Returns whether `value`, a parameter of an equation, is a jaxpr, open or closed."""
-    return isinstance(value, (Jaxpr, ClosedJaxpr))
+    return isinstance(value, JAXPR_TYPES)
 
 
 def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:

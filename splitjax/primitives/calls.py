@@ -148,7 +148,7 @@ def bodies(eqn: Any) -> list[Any]:
         body
         for value in eqn.params.values()
         for body in (value if isinstance(value, (tuple, list)) else (value,))
-        if _compat.is_jaxpr(body)
+        if isinstance(body, _compat.JAXPR_TYPES)
     ]
 
 

@@ -32,6 +32,7 @@ class Operations:
         self._group = group
         self._stated: dict[str, Operation] = {}
         self._taught: dict[str, Operation] = {}
+        self._with_trait: dict[Trait, frozenset[str]] = {}  # what was asked for, until a fact changes
 
     def state(self, names: str, *traits: Trait, **facts: Any) -> None:
         """States `facts` (fields of `Operation`) and `traits` of splitjax's own operations, in addition to what is
@@ -46,14 +47,17 @@ class Operations:
             if twice:
                 raise ValueError(f"{twice[0]!r} of {name!r} is stated twice")
             self._stated[name] = dataclasses.replace(known, **facts, traits=known.traits | set(traits))
+        self._with_trait.clear()
 
     def teach(self, operation: Operation) -> None:
         """Puts a user's `operation` into the table, in place of what is known under its name."""
         self._taught[operation.name] = operation
+        self._with_trait.clear()
 
     def forget(self, name: str) -> None:
         """Takes out what a user has taught of the operation `name`; what splitjax states of it holds again."""
         self._taught.pop(name, None)
+        self._with_trait.clear()
 
     def get(self, name: str) -> Operation | None:
         """Returns the operation called `name`, None where there is none."""
@@ -98,7 +102,9 @@ class Operations:
 
     def with_trait(self, trait: Trait) -> frozenset[str]:
         """Returns the names of all operations of which `trait` holds."""
-        return frozenset(name for name in self.names() if self[name].has(trait))
+        if trait not in self._with_trait:
+            self._with_trait[trait] = frozenset(name for name in self.names() if trait in self[name].traits)
+        return self._with_trait[trait]
 
 
 OPERATIONS: Operations = Operations("splitjax.primitives")

@@ -8,7 +8,7 @@ makes the flat operations of a step (`trace.flatten`) and the rooms that edit or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -48,28 +48,26 @@ def walk(jaxpr: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Ite
     **Arguments:**
 
     - `jaxpr`: open or closed.
-    - `enter`: tells of a visit whether to go into the jaxprs that its equation holds; by default into all.
+    - `enter`: tells of a visit to an equation that holds jaxprs whether to go into them; by default into all.
     """
     yield from _walk(jaxpr, Visit((), None), enter)
 
 
 def walk_inside(eqn: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
     """Yields a visit for every equation that `eqn` holds, as `walk` does; sites begin with the number of its body."""
-    yield from _inside(Visit((), eqn), enter)
+    yield from _inside(Visit((), eqn), bodies(eqn), enter)
 
 
 def _walk(jaxpr: Any, outer: Visit, enter: Callable[[Visit], bool]) -> Iterator[Visit]:
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
         visit = Visit((*outer.site, index), eqn, outer.around, outer.trips, outer.is_conditional, outer.in_boundary)
         yield visit
-        if enter(visit):
-            yield from _inside(visit, enter)
+        inner = bodies(eqn)
+        if inner and enter(visit):
+            yield from _inside(visit, inner, enter)
 
 
-def _inside(visit: Visit, enter: Callable[[Visit], bool]) -> Iterator[Visit]:
-    inner = bodies(visit.eqn)
-    if not inner:
-        return
+def _inside(visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool]) -> Iterator[Visit]:
     kind, trips = kind_of(visit.eqn), num_trips(visit.eqn)
     for number, body in enumerate(inner):
         around = Visit(

@@ -151,7 +151,8 @@ class _Flattener:
         return value
 
     def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-        kind, body = kind_of(eqn), call_body(eqn)
+        kind = kind_of(eqn)
+        body = None if kind is None else call_body(eqn)
         if body is not None:
             return self.walk(body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is Kind.RULE))
         if kind in _CONTROL:
