@@ -209,7 +209,8 @@ def _shipped(name: str, *, library: str = "linen", num_classes: int | None = Non
     config: ModelConfig = family.config(**dict(family.fixed), **options)
     if library == "linen":
         return ModelSpec(name, library, config, family.linen(config), family.reads)
-    return ModelSpec(name, library, config, None, family.reads, lambda rngs: family.nnx(config, rngs=rngs))
+    maker = lambda config, rngs: family.nnx(config, rngs=rngs)
+    return ModelSpec(name, library, config, None, family.reads, maker)
 
 
 for _name in _FAMILIES:

@@ -35,7 +35,7 @@ class ModelSpec:
     - `config`: the options; a frozen dataclass of the model's family, such as `VGGConfig`.
     - `module`: the Linen module; None for NNX.
     - `reads`: the model's subject: images, the next word of a text, or whether somebody clicks on what was shown.
-    - `maker`: makes the NNX module from its random streams; None for Linen.
+    - `maker`: makes the NNX module from the config and its random streams; None for Linen.
     - `dataset`: seed -> a `splitjax.data.Dataset` that the model brings along; None for those of `splitjax.data`.
     """
 
@@ -44,7 +44,7 @@ class ModelSpec:
     config: ModelConfig
     module: nn.Module | None = None
     reads: Reads = "images"
-    maker: Callable[[nnx.Rngs], nnx.Module] | None = dataclasses.field(default=None, compare=False)
+    maker: Callable[[ModelConfig, nnx.Rngs], nnx.Module] | None = dataclasses.field(default=None, compare=False)
     dataset: Callable[[int], Dataset] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -130,7 +130,7 @@ class ModelSpec:
                 place="ModelSpec.make",
                 remedy=f'call init(key), or build({self.name!r}, library="nnx")',
             )
-        return self.maker(rngs)
+        return self.maker(self.config, rngs)
 
     def num_params(self) -> int:
         """Counts the trainable values, without making them."""
@@ -216,7 +216,7 @@ def from_nnx(
     if not callable(maker):
         raise _unfit("from_nnx", "an NNX model is made by a function of its rngs", maker, "pass lambda rngs: Net(rngs)")
     config = _given("from_nnx", name, inputs, num_classes, has_batch_stats, has_dropout)
-    return ModelSpec(name, "nnx", config, None, reads, maker)
+    return ModelSpec(name, "nnx", config, None, reads, lambda _, rngs: maker(rngs))
 
 
 def _given(

@@ -36,6 +36,7 @@ GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = (
 ROWS, FALLBACK = "rows", "fallback"
 SUMMED, HANDED = "summed", "handed"
 _SCOPE = re.compile(r"splitjax:(?:enter|product|stored|layer):([^/()]+)")
+_PRODUCT = "splitjax:product:"  # a product with its collectives written out
 _ENTERS = re.compile(r"splitjax:enter:[^/()]+")  # an exchange of activations or their cotangents, written out
 _ROWS = re.compile(r"splitjax:(rows|fallback|summed|handed):([^/()]+)")
 _AGAIN = "splitjax:again"  # see `sync.owner`
@@ -317,7 +318,8 @@ def _subject(collective: CompiledCollective, node: Node, phase: str, flow: Dataf
     if phase == UPDATE and not collective.shape:  # a norm over all gradients scales a scalar parameter's, too
         return VALUE, ""
     if phase == FORWARD:
-        leaf = _nearest_state((node,), flow, step, ("statistic",), backward=False) if collective.op in _SUMS else ""
+        is_statistic = collective.op in _SUMS and _PRODUCT not in collective.op_name
+        leaf = _nearest_state((node,), flow, step, ("statistic",), backward=False) if is_statistic else ""
         return (STATISTIC, leaf) if leaf else (VALUE, "")
     leaf = _nearest_state((node,), flow, step, ("param", "optimizer"), backward=False)
     sizes = (step.part_bytes.get(step.follows.get(leaf, leaf)), step.whole_bytes.get(step.follows.get(leaf, leaf)))

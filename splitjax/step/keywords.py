@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 # The rule sets in `sharding_rules/`. Rules of one's own come as a `RuleSet` or as the path of a TOML file.
 RuleSetName: TypeAlias = Literal["splitbrain", "megatron", "fsdp", "data_parallel", "embedding_owner"]
-# The schemes that `splitjax.sync` brings, and the choice among them. A scheme of one's own comes as a `Scheme`, or by
-# the name that `splitjax.sync.register_scheme` gave it.
+# The schemes that `splitjax.sync` brings, and the choice among them. A scheme of one's own comes as a `Scheme`; by
+# the name that it is registered with it runs too, but type checkers, which find misspelt names, know these names alone:
+# `splitjax.sync.by_name(name)` gives the scheme.
 SyncName: TypeAlias = Literal[
     "dense",
     "all_gather",
@@ -51,7 +52,7 @@ class ParallelizeOptions(TypedDict, total=False):
     mesh: jax.sharding.Mesh | Mapping[str, int] | None
     rules: RuleSetName | str | os.PathLike[str] | RuleSet
     group_comm: GroupComm
-    sync: SyncName | str | Scheme | ByRows | Mapping[str, SyncName | str | Scheme | ByRows]
+    sync: SyncName | Scheme | ByRows | Mapping[str, SyncName | Scheme | ByRows]
     backprop: PartialBackprop | None
     shard_state: bool
     donate: bool

@@ -10,7 +10,7 @@ jaxprs can. The result is traceable, so that everything behind the trace sees an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -250,7 +250,7 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
     return [*results[:num_results], *gradients[: len(eqn.params["positions"])]]
 
 
-_SPECIAL = {
+_SPECIAL: dict[Kind | None, Callable[..., list[Any]]] = {
     Kind.SCAN: _scan,
     Kind.WHILE: _while,
     Kind.COND: _cond,

@@ -117,7 +117,7 @@ def _run(
     return interpreter.evaluate(jaxpr, operands, handle, prefix, sites)
 
 
-def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[None]:
+def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[object]:
     """Returns a context manager under which a product carries the name of its layer into the compiled step, wherever it
     is evaluated: reports and profiles know it again by that. The user's lines do not tell, as JAX traces some functions
     once in a process and keeps the lines of the first call."""
