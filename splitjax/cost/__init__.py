@@ -5,7 +5,7 @@ a step, and the bytes that it holds, come out. It is arithmetic on shapes: nothi
 so that plans can be compared before any of them runs.
 """
 
-from splitjax.cost.collectives import LaidOutStep, predict_collectives
 from splitjax.cost.memory import predict_memory
+from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_collectives, predict_step
 
-__all__ = ["LaidOutStep", "predict_collectives", "predict_memory"]
+__all__ = ["LaidOutStep", "Manner", "Prediction", "predict_collectives", "predict_memory", "predict_step"]

@@ -1,6 +1,7 @@
-"""Predicts the collectives of a planned step: for each, what one device sends per step, for which layer, and why.
+"""Says what a use of a weight, and what the gradient of a parameter, sends: the collectives of a planned step.
 
-The traced step, the layout of its leaves and a mesh shape come in, `plan.Collective`s come out; nothing is compiled.
+The flows of a step's activations and the layout of its leaves come in (`cost.prediction` puts them together for a
+step), `Event`s come out: for each what one device sends per step, and why; nothing is compiled.
 After Lai, Kadav, Kruus, "SplitBrain" (arXiv 2112.15317), whose column-split layers stand on replicated convolutions: N
 workers in G groups of K, B examples a worker, d features at the crossing, h_l the widths of the column-split outputs
 that are gathered for the next layer, s bytes a value, send per worker and step
@@ -9,7 +10,7 @@ that are gathered for the next layer, s bytes a value, send per worker and step
 
 bytes (the tests hold the sum of the prediction against this formula):
 
-- gradients (`_gradients`): the first two terms;
+- gradients (`gradient_events`): the first two terms;
 - crossings between replicated layers, whose batch is split over all axes, and split layers: the third;
 - activations between split layers, by the column and row rules of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053,
   section 3): the fourth;
@@ -24,18 +25,15 @@ write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.convolutions import derive_convolutions
-from splitjax.cost.flow import Axes, WeightFlow, flows, linked, reads_ids, used_axes
+from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
-from splitjax.cost.transforms import LocalTransform, derive_transforms
+from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, LayerPlan, LeafPlan, Phase, Purpose, spec_axes
+from splitjax.plan import Collective, LeafPlan, Phase, Purpose, spec_axes
 from splitjax.plan import PurposeKind as Kind
-from splitjax.trace.graph import Graph
 
 _BYTES = {
     "all_reduce": all_reduce_bytes,
@@ -46,7 +44,7 @@ _BYTES = {
 # What `_activations` gives for crossings, where a worker's examples go to, or come from, the rest of its group.
 _CROSSINGS = frozenset({Kind.ENTER_COLUMNS, Kind.RETURN_COLUMNS, Kind.ENTER_ROWS, Kind.RETURN_ROWS})
 # (op, axes, bytes that the op's formula takes, what it is for)
-_Event = tuple[str, Axes, int, Purpose]
+Event = tuple[str, Axes, int, Purpose]
 
 
 def _forward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
@@ -57,97 +55,27 @@ def _backward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
     return Purpose(kind, Phase.BACKWARD, leaf, source)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LaidOutStep:
-    """Holds a traced step with the layout of its leaves, from which its collectives follow.
+def sent_by(layer: str, events: Iterable[Event], mesh: MeshShape, backward: bool) -> tuple[Collective, ...]:
+    """Returns the collectives of `events`, with `bytes` sent per device and step, by ring algorithms (`cost.ring`);
+    those of 0 bytes left out.
 
-    - `graph`: the traced step: shapes of activations (`Graph.uses`, for the whole batch), dim classes.
-    - `leaves`, `layers`: the layout; `bytes_per_device` must be set.
-    - `mesh`: the shape of the mesh.
-    - `batch_axes`: its axes over which batch arguments are split.
-    - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split
-      and replicated layers see the same batch.
-    """
-
-    graph: Graph
-    leaves: Sequence[LeafPlan]
-    layers: Sequence[LayerPlan]
-    mesh: MeshShape
-    batch_axes: Sequence[str]
-    replicated_batch: str
-
-
-def predict_collectives(
-    step: LaidOutStep, *, backward: bool = True, group_comm: str = "gather"
-) -> tuple[Collective, ...]:
-    """Predicts the collectives that a step of this layout needs: those of activations in program order, then those of
-    gradients in leaf order.
-
-    **Arguments:**
-
-    - `step`: the traced step and its layout.
-    - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
-      instead.
-    - `backward`: False for a step that takes no gradient (evaluation).
-
-    **Returns:** `Collective`s with `bytes` sent per device and step, by ring algorithms (`cost.ring`); those of 0 bytes
-    left out.
-    """
-    graph, leaves, layers, mesh = step.graph, step.leaves, step.layers, step.mesh
-    batch_axes, replicated_batch = step.batch_axes, step.replicated_batch
-    names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
-    names |= {path: layer.name for layer in layers for path in layer.params}
-    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
-    states = _states(graph, leaves)
-    experts = {flow.use.param: flow.stacked for flow in chain}
-    events: list[tuple[str, _Event]] = []
-    transforms = collections.deque(derive_transforms(graph, leaves, mesh, tuple(batch_axes), replicated_batch))
-    for i, flow in enumerate(chain):
-        while transforms and transforms[0].site < flow.use.site:
-            events += _transformed(transforms.popleft(), mesh)
-        layer = names.get(flow.use.param, flow.use.layer)
-        for event in _activations(i, chain, mesh):
-            events += [(layer, it) for it in (_in_turns(event, mesh) if group_comm == "turns" else (event,))]
-    for transform in transforms:
-        events += _transformed(transform, mesh)
-    parts = {
-        convolution.param: convolution.gathered
-        for convolution in derive_convolutions(graph, leaves, mesh, tuple(batch_axes), replicated_batch)
-        if convolution.gathered
-    }
-    # The backward pass of a lookup adds rows up, and does not read the table.
-    behind = {
-        flow.use.param for i, flow in enumerate(chain) if (i or flow.use.trips > 1) and not reads_ids(flow.use)
-    } | {leaf.path for leaf in leaves if leaf.path not in experts}
-    in_group = _added_in_group(names, chain)
-    for leaf in leaves:
-        if leaf.role == "param":
-            path = leaf.path
-            weight = _Weight(
-                leaf,
-                states.get(path, ()),
-                experts.get(path, ()),
-                path in behind,
-                parts.get(path, ()),
-                in_group.get(path, ()),
-            )
-            of_gradient = _gradients(weight, mesh, tuple(batch_axes), replicated_batch)
-            events += [(names.get(path, path), event) for event in of_gradient]
+    **Arguments:** `layer`: the name of the layer whose they are. `mesh`: the shape of the mesh. `backward`: False for a
+    step that takes no gradient (evaluation)."""
     return tuple(
         Collective(op, "+".join(axes), sent, layer, purpose)
-        for layer, (op, axes, num_bytes, purpose) in events
+        for op, axes, num_bytes, purpose in events
         if (backward or purpose.phase == Phase.FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
     )
 
 
-def _transformed(transform: LocalTransform, mesh: MeshShape) -> Iterator[tuple[str, _Event]]:
-    """Yields what brings the transformed dims of a Fourier transform together, with the layer whose they are."""
+def transform_events(transform: LocalTransform, mesh: MeshShape) -> Iterator[Event]:
+    """Yields what brings the transformed dims of a Fourier transform together."""
     for op, axes, num_bytes, is_backward in transform.sent(mesh):
         kind = Kind.FOURIER_EXAMPLES if op == "all_to_all" else Kind.FOURIER_DIM
-        yield transform.layer, (op, axes, num_bytes, (_backward if is_backward else _forward)(kind))
+        yield op, axes, num_bytes, (_backward if is_backward else _forward)(kind)
 
 
-def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
+def _in_turns(event: Event, mesh: MeshShape) -> tuple[Event, ...]:
     """Translates a crossing into what `group_comm="turns"` does: a worker's examples are broadcast, and their
     cotangents summed, by masked all-reduces. Returns any event that is no crossing as it is."""
     _, axes, num_bytes, purpose = event
@@ -162,7 +90,17 @@ def _in_turns(event: _Event, mesh: MeshShape) -> tuple[_Event, ...]:
     return (summed,)
 
 
-def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def use_events(i: int, chain: Sequence[WeightFlow], mesh: MeshShape, group_comm: str) -> Iterator[Event]:
+    """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving it.
+    It depends on the flow at `i`, and on those at its producer and its consumer.
+
+    `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
+    instead."""
+    for event in _activations(i, chain, mesh):
+        yield from _in_turns(event, mesh) if group_comm == "turns" else (event,)
+
+
+def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving
     it."""
     flow = chain[i]
@@ -179,7 +117,7 @@ def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterat
     yield from _leave_column(flow, chain, mesh)
 
 
-def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what enters a column-parallel use: it needs whole features, and each device has a summand of their
     cotangent."""
     axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
@@ -197,7 +135,7 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         yield "reduce_scatter", axes, whole, _backward(Kind.RETURN_COLUMNS)
 
 
-def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what enters a row-parallel use: it needs its slice of the features, which a column-parallel producer
     leaves in place."""
     axes = flow.contracted
@@ -213,19 +151,19 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
         yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.RETURN_ROWS)
 
 
-def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves a row-parallel use, of whose output each device has a summand."""
     axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
     if not axes:
         return
-    if _stays_in_group(flow, chain):
+    if stays_in_group(flow, chain):
         yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
     else:
         yield "reduce_scatter", axes, whole, _forward(Kind.LEAVE_ROWS)
         yield "all_gather", axes, whole, _backward(Kind.COTANGENTS_TO_ROWS)
 
 
-def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves a column-parallel use, whose output stays split for a split consumer (which sees to it), and
     for the loss if it is the last."""
     axes = flow.free
@@ -238,7 +176,7 @@ def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.WHOLE_OUTPUT)
 
 
-def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what enters experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al.,
     "GShard", arXiv 2006.16668)."""
     axes = flow.stacked
@@ -252,7 +190,7 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
         yield "all_gather", axes, flow.data_group_bytes, _backward(Kind.ALL_EXPERTS_COTANGENT)
 
 
-def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[_Event]:
+def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves experts: results return to the devices of their tokens."""
     axes = flow.stacked
     target = linked(flow.consumer, axes, chain)
@@ -265,38 +203,14 @@ def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
         yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.ALL_EXPERTS)
 
 
-def _states(graph: Graph, leaves: Sequence[LeafPlan]) -> dict[str, list[LeafPlan]]:
-    """Maps a parameter to the optimizer state that mirrors it (moments; not factored statistics, which are small)."""
-    follows = {leaf.path: leaf.follows for leaf in graph.leaves if leaf.follows}
-    shapes = {leaf.path: leaf.shape for leaf in leaves}
-    states: dict[str, list[LeafPlan]] = {}
-    for leaf in leaves:
-        param = follows.get(leaf.path)
-        if param is not None and leaf.shape == shapes.get(param):
-            states.setdefault(param, []).append(leaf)
-    return states
-
-
-def _added_in_group(names: Mapping[str, str], chain: Sequence[WeightFlow]) -> dict[str, Axes]:
-    """Maps the biases of row-split layers to the axes over which these are split, where their output is all-reduced: to
-    the sum, which is the same on all devices of a group, each of them adds the bias for all of the group's examples."""
-    used = {flow.use.param for flow in chain}
-    axes: dict[str, Axes] = {}
-    for flow in chain:
-        if flow.contracted and flow.crossing and _stays_in_group(flow, chain) and not reads_ids(flow.use):
-            layer = names.get(flow.use.param, flow.use.layer)
-            axes |= {path: flow.contracted for path, name in names.items() if name == layer and path not in used}
-    return axes
-
-
-def _stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
+def stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
     """Tells whether the output of a row-parallel use is summed onto all devices of its group, and not onto those whose
     examples it is."""
     return not flow.crossing or flow.consumer is None or linked(flow.consumer, flow.contracted, chain) is not None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weight:
+class Weight:
     """Holds what the collectives of a parameter depend on.
 
     **Attributes:**
@@ -317,7 +231,7 @@ class _Weight:
     in_group: Axes
 
 
-def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_batch: str) -> Iterator[_Event]:
+def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     """Yields the weight gathers and gradient sums of one parameter.
 
     Over batch axes that split it for storage alone, the weight is gathered for the forward and again for the backward
@@ -326,9 +240,9 @@ def _gradients(weight: _Weight, mesh: MeshShape, batch_axes: Axes, replicated_ba
     is split over them, the gradient is reduce-scattered and the new values are gathered instead (stages 1 and 2), which
     is as many bytes. An all-gather puts the gradients of groups of a convolution together.
     """
-    leaf, parts = weight.leaf, weight.parts
+    leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
     split = mesh.present(spec_axes(leaf.spec))
-    used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
+    used = used_axes(leaf.spec, mesh, batch_axes, setting.replicated_batch)
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
     shard = leaf.bytes_per_device
     if stored:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
@@ -89,64 +89,147 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
     return tuple(axis for axis in axes if axis not in batch_axes)
 
 
-def flows(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
-) -> tuple[WeightFlow, ...]:
-    """Returns the flow of every forward use of a planned parameter, in program order.
+@dataclasses.dataclass(frozen=True)
+class UseLinks:
+    """Holds what no layout changes about a use of a weight: what it reads and writes, and between which uses it stands.
 
-    **Arguments:** `graph`: the traced step. `leaves`: the layout of its leaves. `mesh`, `batch_axes`,
-    `replicated_batch`: as for `cost.predict_collectives`.
+    **Attributes:**
+
+    - `use`: the operation. `roles`: of its weight's dims: contracted, free, stacked or whole.
+    - `data_bytes`, `out_bytes`: bytes of the activations that it reads (0 for lookups of ids) and of its output, for
+      the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
+    - `producer`, `consumer`: as for `WeightFlow`.
+    - `same_value`: the positions of earlier uses of other weights that read the very same input.
+    """
+
+    use: Use
+    roles: tuple[str, ...]
+    data_bytes: int
+    out_bytes: int
+    data_batched: bool
+    out_batched: bool
+    producer: int | None
+    consumer: int | None
+    same_value: tuple[int, ...]
+
+
+def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
+    """Returns the links of every forward use of a parameter of `graph`, in program order: they hold for every layout.
 
     What a backward pass sends follows from the forward uses, so uses in a backward pass that plain JAX already traced
     are passed over."""
-    planned = {leaf.path: leaf for leaf in leaves}
     traced = {leaf.path: leaf for leaf in graph.leaves}
-    uses = [use for use in graph.uses if not use.backward and use.param in planned and use.param in traced]
+    uses = [use for use in graph.uses if not use.backward and use.param in traced]
     roles = [_dim_roles(graph, use, traced[use.param]) for use in uses]
     reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
-    result: list[WeightFlow] = []
+    consumers = _first_readers(reads, writes)
+    last_writer: dict[int, int] = {}
+    readers: dict[Hashable, list[int]] = {}  # of one value, which do not hand it on to each other
+    links = []
     for i, use in enumerate(uses):
-        contracted, free, stacked = _split(planned[use.param], roles[i], mesh, batch_axes, replicated_batch)
-        own = (*contracted, *free, *stacked)
-        num_workers = mesh.size(tuple(batch_axes))
-        num_shares = mesh.size(tuple(axis for axis in batch_axes if axis not in own))  # of the batch, in this layer
-        data_bytes = _num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0
-        out_bytes = _num_bytes(use.out_shape, use.out_dtype) * use.trips
-        data_batched, out_batched = (any(map(graph.is_example, dims)) for dims in (use.data_dims, use.out_dims))
-        producer = next((j for j in reversed(range(i)) if writes[j] & reads[i]), None)
-        result.append(
-            WeightFlow(
+        value = use.data_shape, use.data_dtype, use.trips, reads[i]
+        links.append(
+            UseLinks(
                 use,
-                contracted,
-                free,
-                stacked,
-                crossing=any(axis in batch_axes for axis in own),
-                data_share_bytes=data_bytes // num_workers if data_batched else data_bytes,
-                data_group_bytes=data_bytes // num_shares if data_batched else data_bytes,
-                out_share_bytes=out_bytes // num_workers if out_batched else out_bytes,
-                out_group_bytes=out_bytes // num_shares if out_batched else out_bytes,
-                producer=producer,
-                consumer=next((j for j in range(i + 1, len(uses)) if writes[i] & reads[j]), None),
-                same_input=next(
-                    (
-                        j
-                        for j in range(i)
-                        if free
-                        and result[j].free == free
-                        and _same_value(uses[j], use)
-                        and reads[j] == reads[i] != writes[j]
-                    ),
-                    None,
-                ),
-                at_hand=producer is None
-                and bool(use.fed_by)
-                and all(
-                    path in planned and not set(spec_axes(planned[path].spec[:1])) & set(own) for path in use.fed_by
-                ),
+                roles[i],
+                data_bytes=_num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0,
+                out_bytes=_num_bytes(use.out_shape, use.out_dtype) * use.trips,
+                data_batched=any(map(graph.is_example, use.data_dims)),
+                out_batched=any(map(graph.is_example, use.out_dims)),
+                producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
+                consumer=consumers[i],
+                # A weight that is used twice reads two values: it would be the same operation otherwise.
+                same_value=tuple(j for j in readers.get(value, ()) if uses[j].param != use.param),
             )
         )
-    return tuple(result)
+        last_writer.update(dict.fromkeys(writes[i], i))
+        if reads[i] != writes[i]:
+            readers.setdefault(value, []).append(i)
+    return tuple(links)
+
+
+def _first_readers(reads: Sequence[frozenset[int]], writes: Sequence[frozenset[int]]) -> list[int | None]:
+    """Returns for every use the position of the first use after it that reads a class that it writes."""
+    first: list[int | None] = []
+    next_reader: dict[int, int] = {}
+    for i in reversed(range(len(reads))):
+        first.append(min((next_reader[label] for label in writes[i] if label in next_reader), default=None))
+        next_reader.update(dict.fromkeys(reads[i], i))
+    return first[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Says on what mesh a step is laid out, and how its examples lie.
+
+    - `mesh`: the shape of the mesh. `batch_axes`: its axes over which batch arguments are split.
+    - `replicated_batch`: as for `cost.LaidOutStep`.
+    """
+
+    mesh: MeshShape
+    batch_axes: Axes
+    replicated_batch: str
+
+
+Split = tuple[Axes, Axes, Axes]  # the axes over which a weight's contracted, free and stacked dims stay split
+
+
+def split_of(links: UseLinks, leaf: LeafPlan, setting: Setting) -> Split:
+    """Returns the axes over which the contracted, free and stacked dims of a use's weight stay split while it is used.
+    `leaf`: the layout of the weight."""
+    return _split(leaf, links.roles, setting.mesh, setting.batch_axes, setting.replicated_batch)
+
+
+def flow_of(
+    links: UseLinks, split: Split, split_at: Callable[[int], Split], planned: Mapping[str, LeafPlan], setting: Setting
+) -> WeightFlow:
+    """Returns the flow of a use under a layout.
+
+    **Arguments:** `links`: of the use. `split`: what `split_of` says of it. `split_at`: the same of the use at a
+    position before it. `planned`: the layout of every leaf, by path."""
+    contracted, free, stacked = split
+    own = (*contracted, *free, *stacked)
+    mesh, batch_axes, use = setting.mesh, setting.batch_axes, links.use
+    num_workers = mesh.size(batch_axes)
+    num_shares = mesh.size(tuple(axis for axis in batch_axes if axis not in own))  # of the batch, in this layer
+    same_input = (j for j in links.same_value if split_at(j)[1] == free)
+    return WeightFlow(
+        use,
+        contracted,
+        free,
+        stacked,
+        crossing=any(axis in batch_axes for axis in own),
+        data_share_bytes=links.data_bytes // (num_workers if links.data_batched else 1),
+        data_group_bytes=links.data_bytes // (num_shares if links.data_batched else 1),
+        out_share_bytes=links.out_bytes // (num_workers if links.out_batched else 1),
+        out_group_bytes=links.out_bytes // (num_shares if links.out_batched else 1),
+        producer=links.producer,
+        consumer=links.consumer,
+        same_input=next(same_input, None) if free else None,
+        at_hand=links.producer is None
+        and bool(use.fed_by)
+        and all(path in planned and not set(spec_axes(planned[path].spec[:1])) & set(own) for path in use.fed_by),
+    )
+
+
+def flows(
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
+) -> tuple[WeightFlow, ...]:
+    """Returns the flow of every forward use of a parameter, in program order.
+
+    **Arguments:** `graph`: the traced step. `leaves`: the layout of all of its leaves. `mesh`, `batch_axes`,
+    `replicated_batch`: as for `cost.predict_collectives`."""
+    return flow_all(link_uses(graph), leaves, Setting(mesh, tuple(batch_axes), replicated_batch))
+
+
+def flow_all(links: Sequence[UseLinks], leaves: Sequence[LeafPlan], setting: Setting) -> tuple[WeightFlow, ...]:
+    """Returns the flow of every use whose `links` are given, in their order, under the layout `leaves`."""
+    planned = {leaf.path: leaf for leaf in leaves}
+    splits = [split_of(each, planned[each.use.param], setting) for each in links]
+    return tuple(
+        flow_of(each, split, splits.__getitem__, planned, setting) for each, split in zip(links, splits, strict=True)
+    )
 
 
 def linked(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> WeightFlow | None:
@@ -169,12 +252,6 @@ def _reads_activations(use: Use) -> bool:
 def reads_ids(use: Use) -> bool:
     """Returns whether a use looks rows up by ids: its derivative reads the ids again, not the weight."""
     return use.data is not None and np.dtype(use.data_dtype).kind in "iub"
-
-
-def _same_value(a: Use, b: Use) -> bool:
-    """Returns whether two uses may read the same value; that their dim classes agree as well (and do not chain) is for
-    the caller to ask. A weight that is used twice reads two values: it would be the same operation otherwise."""
-    return a.param != b.param and (a.data_shape, a.data_dtype, a.trips) == (b.data_shape, b.data_dtype, b.trips)
 
 
 def _classes(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str], role: str) -> frozenset[int]:

@@ -1,15 +1,18 @@
 """Predicts the memory of a planned step, per device: state exactly, activations and the peak approximately.
 
-The traced step, the layout of its leaves and a mesh shape come in, a `plan.Memory` comes out. Plans print it, and
-`planning.group_comm` chooses by it, before anything is compiled.
+The traced step, the layout of its leaves and a mesh shape come in, a `plan.Memory` comes out. It is a sum of terms: one
+for each leaf (`leaf_bytes`), one for each use of a weight (`use_bytes`), so that `cost.prediction` keeps those that a
+change of the layout does not touch. Plans print it, and `planning.group_comm` chooses by it, before anything is
+compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from splitjax.cost.flow import flows
+from splitjax.cost.flow import WeightFlow, flows
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Memory, spec_axes
 from splitjax.trace.graph import Graph
@@ -50,33 +53,68 @@ def predict_memory(
       is sent; in turns also the largest of a split layer, before it is added to those of earlier turns. XLA may reach
       less by consuming gradients as they come.
     """
-    state = sum(leaf.bytes_per_device for leaf in leaves if leaf.is_state)
-    gradients = _gradient_bytes([leaf for leaf in leaves if leaf.path not in by_rows], mesh) + sum(by_rows.values())
-    activations = graph.activation_bytes // mesh.size(tuple(batch_axes))
-    if group_comm != "gather":
-        split = [leaf for leaf in leaves if leaf.role == "param" and spec_axes(leaf.spec) and leaf.path not in by_rows]
-        gradients += max((leaf.bytes_per_device for leaf in split), default=0)
-    for flow in flows(graph, leaves, mesh, batch_axes, replicated_batch):
-        if not flow.free:
-            continue
-        # a layer's activations are alive for one turn at a time
-        num_turns = 1 if group_comm == "gather" else mesh.size(flow.axes)
-        if flow.same_input is None:
-            activations += flow.data_group_bytes // num_turns - flow.data_share_bytes
-        activations -= flow.out_share_bytes - flow.out_group_bytes // mesh.size(flow.free) // num_turns
-    activations = max(activations, graph.activation_bytes // mesh.num_devices)
-    return Memory(state_bytes=state, activation_bytes=activations, peak_bytes=state + gradients + activations)
+    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
+    return total_memory(
+        [leaf_bytes(leaf, mesh, group_comm, by_rows) for leaf in leaves],
+        [use_bytes(flow, mesh, group_comm) for flow in chain],
+        base_bytes=graph.activation_bytes // mesh.size(tuple(batch_axes)),
+        least_bytes=graph.activation_bytes // mesh.num_devices,
+    )
 
 
-def _gradient_bytes(leaves: Sequence[LeafPlan], mesh: MeshShape) -> int:
-    """Returns the bytes of the gradients of all parameters, plus those of the largest that is on its way to its
-    part."""
-    kept, in_flight = 0, 0
+@dataclasses.dataclass(frozen=True)
+class LeafBytes:
+    """Holds what a leaf adds to the memory of a device, in bytes.
+
+    - `state`: its shard, where it belongs to a state.
+    - `gradient`: what is kept of its gradient.
+    - `unsummed`: its gradient before that is summed into parts; 0 where it is not.
+    - `of_turn`: its gradient of a turn, before it is added to those of earlier turns; 0 where it is not split.
+    """
+
+    state: int
+    gradient: int
+    unsummed: int
+    of_turn: int
+
+
+def leaf_bytes(leaf: LeafPlan, mesh: MeshShape, group_comm: str, by_rows: Mapping[str, int]) -> LeafBytes:
+    """Returns what a leaf adds to the memory of a device. The arguments are those of `predict_memory`; `leaf`: its
+    layout."""
+    held = leaf.bytes_per_device
+    state = held if leaf.is_state else 0
+    if leaf.path in by_rows:
+        return LeafBytes(state, by_rows[leaf.path], 0, 0)
+    if leaf.role != "param":
+        return LeafBytes(state, 0, 0, 0)
+    of_turn = held if group_comm != "gather" and spec_axes(leaf.spec) else 0
+    if leaf.gradient is None:
+        return LeafBytes(state, held, 0, of_turn)
+    part = leaf.whole_bytes(mesh) // mesh.size(spec_axes(leaf.gradient))
+    return LeafBytes(state, part, unsummed=held, of_turn=of_turn)
+
+
+def use_bytes(flow: WeightFlow, mesh: MeshShape, group_comm: str) -> int:
+    """Returns by how many bytes a use's activations differ from an equal share of the batch; negative where its output
+    is left to other devices."""
+    if not flow.free:
+        return 0
+    # a layer's activations are alive for one turn at a time
+    num_turns = 1 if group_comm == "gather" else mesh.size(flow.axes)
+    more = flow.data_group_bytes // num_turns - flow.data_share_bytes if flow.same_input is None else 0
+    return more - (flow.out_share_bytes - flow.out_group_bytes // mesh.size(flow.free) // num_turns)
+
+
+def total_memory(leaves: Iterable[LeafBytes], uses: Iterable[int], base_bytes: int, least_bytes: int) -> Memory:
+    """Returns the memory of a step of its terms.
+
+    **Arguments:** `leaves`, `uses`: what `leaf_bytes` and `use_bytes` say of each. `base_bytes`: activations of an
+    equal share of the batch. `least_bytes`: activations that a device has at least."""
+    state = kept = unsummed = of_turn = 0
     for leaf in leaves:
-        if leaf.role == "param":
-            part = leaf.bytes_per_device
-            if leaf.gradient is not None:
-                part = leaf.whole_bytes(mesh) // mesh.size(spec_axes(leaf.gradient))
-                in_flight = max(in_flight, leaf.bytes_per_device)
-            kept += part
-    return kept + in_flight
+        state += leaf.state
+        kept += leaf.gradient
+        unsummed = max(unsummed, leaf.unsummed)
+        of_turn = max(of_turn, leaf.of_turn)
+    activations = max(base_bytes + sum(uses), least_bytes)
+    return Memory(state, activations, state + kept + unsummed + of_turn + activations)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from splitjax.cost import LaidOutStep, predict_collectives, predict_memory
+from splitjax.cost import LaidOutStep, Manner, Prediction, predict_step
 from splitjax.lower.way import planned_boundaries
-from splitjax.plan import Collective, Memory, Plan
+from splitjax.plan import Memory, Plan
 from splitjax.planning.draft import Draft
 from splitjax.planning.observing import predict_tables, row_bytes
 from splitjax.planning.partial_plan import predict_partial
@@ -18,7 +18,8 @@ from splitjax.planning.partial_plan import predict_partial
 
 def predict(draft: Draft) -> Plan:
     """Returns the plan of a `draft` that went through all passes: its decisions, and what they cost."""
-    decided, collectives = draft.decided, dense_collectives(draft)
+    decided, dense = draft.decided, dense_prediction(draft)
+    collectives = dense.collectives
     partial, syncs = None, ()
     if draft.partial is not None:
         pinned = None if draft.request.pinned is None else draft.request.pinned.partial
@@ -28,7 +29,7 @@ def predict(draft: Draft) -> Plan:
     boundaries = () if draft.ways is None else planned_boundaries(draft.ways.planned, draft.traced.jaxpr)
     return dataclasses.replace(
         decided,
-        memory=memory_of(draft),
+        memory=dense.memory,
         collectives=collectives,
         syncs=syncs,
         partial=partial,
@@ -36,24 +37,17 @@ def predict(draft: Draft) -> Plan:
     )
 
 
-def dense_collectives(draft: Draft) -> tuple[Collective, ...]:
-    """Returns the collectives of the layout of a `draft`, each gradient summed whole over all of its workers."""
+def dense_prediction(draft: Draft) -> Prediction:
+    """Returns what the layout of a `draft` costs under its decisions so far: its memory, and its collectives with each
+    gradient summed whole over all of its workers. `Prediction.changed` predicts other layouts of the step from it."""
     layout = draft.layout
     step = LaidOutStep(
         draft.graph, layout.leaves, layout.layers, draft.shape, layout.batch_axes, layout.replicated_batch
     )
-    return predict_collectives(step, backward=draft.takes_gradient, group_comm=draft.group_comm)
+    by_rows = {} if draft.tables is None else row_bytes(draft.tables)
+    return predict_step(step, Manner(draft.takes_gradient, draft.group_comm, by_rows))
 
 
 def memory_of(draft: Draft) -> Memory:
     """Returns the memory that the step takes under the decisions of a `draft` so far."""
-    layout = draft.layout
-    return predict_memory(
-        draft.graph,
-        layout.leaves,
-        draft.shape,
-        layout.batch_axes,
-        layout.replicated_batch,
-        group_comm=draft.group_comm,
-        by_rows={} if draft.tables is None else row_bytes(draft.tables),
-    )
+    return dense_prediction(draft).memory

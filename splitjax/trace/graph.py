@@ -15,8 +15,9 @@ Equal labels mean linked; hard classes are finer than local ones, and local ones
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 Dim = tuple[int, ...]
 KINDS: tuple[str, ...] = ("conv", "dense", "embedding", "norm", "attention", "recurrent", "expert", "other")
@@ -373,12 +374,13 @@ class Graph:
     spreads: tuple[Spread, ...] = ()
     tables: tuple[LookupTable, ...] = ()
 
+    @functools.cached_property
+    def _by_path(self) -> Mapping[str, Leaf]:
+        return {leaf.path: leaf for leaf in reversed(self.leaves)}
+
     def leaf(self, path: str) -> Leaf:
         """Returns the leaf at `path`. Raises `KeyError` where there is none."""
-        for leaf in self.leaves:
-            if leaf.path == path:
-                return leaf
-        raise KeyError(path)
+        return self._by_path[path]
 
     @property
     def params(self) -> tuple[Leaf, ...]:

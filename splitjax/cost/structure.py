@@ -1,0 +1,107 @@
+"""Finds what no layout changes about a step: which uses stand next to each other, and which leaves go together.
+
+A traced step and the names of its layers come in, a `StepStructure` comes out, which every prediction of the step
+shares: under whatever layout, a prediction only looks at what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
+
+from splitjax.cost.flow import UseLinks, link_uses, reads_ids
+from splitjax.plan import LayerPlan
+from splitjax.trace.graph import Graph
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepStructure:
+    """Holds what no layout changes about a step. *Position* of a use is its place in `links`, of a leaf its place among
+    the step's flat arguments.
+
+    **Attributes:**
+
+    - `graph`: the traced step. `links`: of every forward use of a parameter, in program order.
+    - `position`: of every leaf, by path. `names`: by path, the layer of each leaf that has one.
+    - `uses_of`: by parameter, the positions of its uses.
+    - `beside`: by use, the positions of the uses whose producer or consumer it is.
+    - `read_alike`: by use, the positions of later uses that read the very same input.
+    - `fed_from`: by batch leaf, the positions of the uses that read it.
+    - `states_of`: by parameter, the positions of the optimizer state that mirrors it (moments; not factored statistics,
+      which are small). `mirrors`: the reverse, by path of such a state.
+    - `read_back`: the parameters that the backward pass reads.
+    - `added_to`: by parameter that no use reads (a bias), the positions of its layer's uses to whose output it may be
+      added.
+    - `added_by`: the reverse: by use, the paths of these parameters.
+    - `has_convolutions`, `has_transforms`: whether it has operations that are evaluated device by device.
+    """
+
+    graph: Graph
+    links: tuple[UseLinks, ...]
+    position: Mapping[str, int]
+    names: Mapping[str, str]
+    uses_of: Mapping[str, tuple[int, ...]]
+    beside: Mapping[int, tuple[int, ...]]
+    read_alike: Mapping[int, tuple[int, ...]]
+    fed_from: Mapping[str, tuple[int, ...]]
+    states_of: Mapping[str, tuple[int, ...]]
+    mirrors: Mapping[str, str]
+    read_back: frozenset[str]
+    added_to: Mapping[str, tuple[int, ...]]
+    added_by: Mapping[int, tuple[str, ...]]
+    has_convolutions: bool
+    has_transforms: bool
+
+    @classmethod
+    def of(cls, graph: Graph, layers: Iterable[LayerPlan]) -> StepStructure:
+        """Returns the structure of a step. `layers`: the planned layers, which name their parameters."""
+        links = link_uses(graph)
+        position = {leaf.path: i for i, leaf in enumerate(graph.leaves)}
+        names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
+        names |= {path: layer.name for layer in layers for path in layer.params}
+        uses_of = _grouped((each.use.param, i) for i, each in enumerate(links))
+        mirrors = {
+            leaf.path: leaf.follows
+            for leaf in graph.leaves
+            if leaf.follows is not None
+            and leaf.follows in position
+            and graph.leaves[position[leaf.follows]].shape == leaf.shape
+        }
+        # The backward pass of a lookup adds rows up, and does not read the table.
+        read_back = {
+            each.use.param for i, each in enumerate(links) if (i or each.use.trips > 1) and not reads_ids(each.use)
+        } | {path for path in position if path not in uses_of}
+        in_layer = _grouped(
+            (names.get(each.use.param, each.use.layer), i) for i, each in enumerate(links) if not reads_ids(each.use)
+        )
+        added_to = {path: in_layer[name] for path, name in names.items() if path not in uses_of and name in in_layer}
+        return cls(
+            graph,
+            links,
+            position,
+            names,
+            uses_of,
+            beside=_grouped(
+                (j, i) for i, each in enumerate(links) for j in (each.producer, each.consumer) if j is not None
+            ),
+            read_alike=_grouped((j, i) for i, each in enumerate(links) for j in each.same_value),
+            fed_from=_grouped((path, i) for i, each in enumerate(links) for path in each.use.fed_by),
+            states_of=_grouped((param, position[path]) for path, param in mirrors.items()),
+            mirrors=mirrors,
+            read_back=frozenset(read_back),
+            added_to=added_to,
+            added_by=_grouped((i, path) for path, uses in added_to.items() for i in uses),
+            has_convolutions=any(suspect.convolution is not None for suspect in graph.suspects),
+            has_transforms=any(suspect.transform is not None for suspect in graph.suspects),
+        )
+
+
+def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, tuple[Value, ...]]:
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return {key: tuple(values) for key, values in groups.items()}
