@@ -87,6 +87,7 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
         format=FORMAT,
         forms={MeshShape: MESH_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
         entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries"),
+        unless_empty=("boundaries",),
         finite=True,
         check=check,
     )

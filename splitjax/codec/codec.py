@@ -43,6 +43,8 @@ class Codec(Generic[T]):
     - `forms`: types that are not written by their fields.
     - `entries`: keys whose lists stand with an entry a line; every other key then has a line of its own. Empty: the
       text is indented by `indent` columns at every level.
+    - `unless_empty`: keys of the document that later versions brought, left out where they hold nothing: a document
+      without them is written as it was before.
     - `end`: what the text ends with.
     - `finite`: whether NaN and the infinities are refused.
     - `check`: raises `error` for what the types do not say.
@@ -54,6 +56,7 @@ class Codec(Generic[T]):
     format: int | None = None
     forms: Mapping[type, Form[Any]] = dataclasses.field(default_factory=dict)
     entries: tuple[str, ...] = ()
+    unless_empty: tuple[str, ...] = ()
     indent: int = 1
     end: str = "\n"
     finite: bool = False
@@ -67,6 +70,8 @@ class Codec(Generic[T]):
         """Returns `document` as JSON text (ASCII), keys in the order of the fields. Raises `error` for a value that
         JSON cannot hold."""
         values = self.values(document)
+        if self.unless_empty:
+            values = {key: value for key, value in values.items() if value or key not in self.unless_empty}
         if self.format is not None:
             values = {"format": self.format, **values}
         if not self.entries:
