@@ -102,6 +102,31 @@ class BoundaryWay(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wrapping:
+    """Is the base of ways that run a boundary in the way of another, changed before or after: plans name the inner one.
+
+    `inner`: how the changed boundary runs.
+    """
+
+    inner: BoundaryWay
+
+    @property
+    def how(self) -> str:
+        """The name of the inner way."""
+        return self.inner.how
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the inner way."""
+        return self.inner.num_parts
+
+    @property
+    def why(self) -> str:
+        """The reason for the inner way."""
+        return self.inner.why
+
+
 Ways = Mapping[Site, BoundaryWay]
 
 

@@ -25,7 +25,7 @@ from splitjax.lower.partial.uneven import Balancing
 from splitjax.lower.tables.sparse_step import TableEdit
 from splitjax.lower.tables.table_sync import TableSync
 from splitjax.lower.tables.with_rows import WithRows
-from splitjax.lower.way import BoundaryCall, BoundaryWay, LoweredStep, Ways, Whole, example_dim
+from splitjax.lower.way import BoundaryCall, BoundaryWay, LoweredStep, Ways, Whole, Wrapping, example_dim
 from splitjax.partial.request import COUNT, LOCAL
 from splitjax.primitives.walk import Site
 
@@ -152,7 +152,7 @@ class Truncated:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EndedEarly:
+class EndedEarly(Wrapping):
     """Runs a boundary of which all workers differentiate the same part: the segments from a number on.
 
     - `boundary`: what is differentiated partially.
@@ -163,22 +163,6 @@ class EndedEarly:
     boundary: PartialBoundary
     live: Sequence[int]
     part: Any
-    inner: BoundaryWay
-
-    @property
-    def how(self) -> str:
-        """The name of the inner way."""
-        return self.inner.how
-
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of the inner way."""
-        return self.inner.num_parts
-
-    @property
-    def why(self) -> str:
-        """The reason for the inner way."""
-        return self.inner.why
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`, with gradients divided by the share of steps that compute
@@ -290,7 +274,7 @@ def partial_ways(partial: PartialStep, ordinary: OrdinaryBoundary, full: Ways) -
         inner = ordinary.inner if first == 0 else ordinary.way_of(part)
         if isinstance(inner, Refusal):
             return inner
-        by_first[first] = EndedEarly(boundary, live, part, inner)
+        by_first[first] = EndedEarly(inner, boundary, live, part)
     return PartialWays(partial, full, None, by_first, ordinary.edit)
 
 

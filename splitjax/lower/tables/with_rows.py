@@ -10,33 +10,17 @@ import dataclasses
 from typing import Any
 
 from splitjax.lower.tables.sparse_step import TableEdit
-from splitjax.lower.way import BoundaryCall, BoundaryWay
+from splitjax.lower.way import BoundaryCall, Wrapping
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class WithRows:
+class WithRows(Wrapping):
     """Runs a boundary in the way of another, with gradients of tables as rows.
 
     - `inner`: how the edited boundary runs. `edit`: that boundary, and its tables.
     """
 
-    inner: BoundaryWay
     edit: TableEdit
-
-    @property
-    def how(self) -> str:
-        """The name of the inner way."""
-        return self.inner.how
-
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of the inner way."""
-        return self.inner.num_parts
-
-    @property
-    def why(self) -> str:
-        """The reason for the inner way."""
-        return self.inner.why
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`, with `Rows` for the gradients of tables."""
