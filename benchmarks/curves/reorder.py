@@ -17,7 +17,7 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.lower.products.rebuilding import REBUILD
-from splitjax.primitives.calls import Kind, call_body, kind_of
+from splitjax.primitives.calls import CallKind, call_body, kind_of
 from splitjax.primitives.interpreter import RunBody, evaluate
 from splitjax.primitives.walk import Site, walk
 
@@ -60,7 +60,7 @@ def summed_dims(eqn: Any) -> tuple[tuple[int, int], ...]:
 
 def _is_seen_through(eqn: Any) -> bool:
     """Tells whether the body of `eqn` stands for it where nothing is differentiated any more, or is looped over."""
-    return call_body(eqn) is not None or kind_of(eqn) is Kind.SCAN
+    return call_body(eqn) is not None or kind_of(eqn) is CallKind.SCAN
 
 
 def _lengths(closed: Any) -> set[int]:
@@ -76,8 +76,8 @@ def _run(closed: Any, operands: Sequence[Any], orders: Orders) -> list[Any]:
         body = call_body(eqn)
         if body is not None:
             return run(body, 0, values)
-        if kind_of(eqn) is Kind.SCAN:
-            return REBUILD[Kind.SCAN](run, eqn, values)
+        if kind_of(eqn) is CallKind.SCAN:
+            return REBUILD[CallKind.SCAN](run, eqn, values)
         for operand, dim in summed_dims(eqn):
             values[operand] = jnp.take(values[operand], orders[values[operand].shape[dim]], axis=dim)
         return None

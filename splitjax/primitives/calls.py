@@ -18,7 +18,7 @@ from splitjax import _compat
 BOUNDARY: str = "splitjax_value_and_grad"
 
 
-class Kind(enum.Enum):
+class CallKind(enum.Enum):
     """Names what an equation means beside the jaxprs that it holds.
 
     - `INLINE`: nothing: its body may stand in its place, under any transformation.
@@ -46,15 +46,15 @@ class Kind(enum.Enum):
 
 
 # Kinds of which lowering can evaluate an edited body: all others carry something that is written for theirs.
-EDITABLE: frozenset[Kind] = frozenset({Kind.INLINE, Kind.REMAT})
+EDITABLE: frozenset[CallKind] = frozenset({CallKind.INLINE, CallKind.REMAT})
 # Kinds whose equation has to run as it is wherever it is differentiated.
-AS_IT_IS: frozenset[Kind] = frozenset({Kind.RULE, Kind.ANNOTATED, Kind.FIXED})
+AS_IT_IS: frozenset[CallKind] = frozenset({CallKind.RULE, CallKind.ANNOTATED, CallKind.FIXED})
 # Kinds whose numbers and derivatives are those of their body, so that evaluating the body elsewhere changes neither.
-MEANS_ITS_BODY: frozenset[Kind] = frozenset({Kind.INLINE, Kind.REMAT, Kind.ANNOTATED})
+MEANS_ITS_BODY: frozenset[CallKind] = frozenset({CallKind.INLINE, CallKind.REMAT, CallKind.ANNOTATED})
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CallEntry:
     """Describes a primitive that holds jaxprs.
 
     - `name`: of the primitive.
@@ -64,52 +64,54 @@ class Call:
     """
 
     name: str
-    kind: Kind
+    kind: CallKind
     parameters: tuple[str, ...]
 
 
-_TABLE: dict[str, Call] = {
+_TABLE: dict[str, CallEntry] = {
     call.name: call
     for call in (
-        Call("jit", Kind.INLINE, ("jaxpr",)),
-        Call("pjit", Kind.INLINE, ("jaxpr",)),
-        Call("closed_call", Kind.INLINE, ("call_jaxpr",)),
-        Call("core_call", Kind.INLINE, ("call_jaxpr",)),
-        Call("core_closed_call", Kind.INLINE, ("call_jaxpr",)),
-        Call("call", Kind.INLINE, ("call_jaxpr",)),
-        Call("xla_call", Kind.INLINE, ("call_jaxpr",)),
-        Call("eval_jaxpr", Kind.INLINE, ("jaxpr", "call_jaxpr")),
-        Call("remat", Kind.REMAT, ("jaxpr",)),
-        Call("remat2", Kind.REMAT, ("jaxpr",)),
-        Call("checkpoint", Kind.REMAT, ("jaxpr",)),
-        Call("custom_jvp_call", Kind.RULE, ("call_jaxpr",)),
-        Call("custom_vjp_call", Kind.RULE, ("call_jaxpr",)),
-        Call("custom_vjp_call_jaxpr", Kind.RULE, ("fun_jaxpr", "call_jaxpr")),
-        Call("composite", Kind.ANNOTATED, ("jaxpr", "call_jaxpr")),
-        Call("custom_vmap_call", Kind.ANNOTATED, ("call",)),
-        Call("call_hi_primitive", Kind.ANNOTATED, ()),  # its body is in Python: `_compat.hidden_body` traces it
-        Call("xla_metadata_call", Kind.ANNOTATED, ("jaxpr",)),
-        Call("custom_lin", Kind.FIXED, ("call_jaxpr",)),
-        Call("linear_call", Kind.FIXED, ("callee",)),
-        Call("custom_partitioning", Kind.FIXED, ("call",)),
-        Call("remat_opt", Kind.FIXED, ("fwd_jaxpr",)),
-        Call("scan", Kind.SCAN, ("jaxpr",)),
-        Call("while", Kind.WHILE, ("cond_jaxpr", "body_jaxpr")),
-        Call("cond", Kind.COND, ("branches",)),
-        Call(BOUNDARY, Kind.BOUNDARY, ("forward",)),
-        Call("shard_map", Kind.MANUAL, ("jaxpr",)),
+        CallEntry("jit", CallKind.INLINE, ("jaxpr",)),
+        CallEntry("pjit", CallKind.INLINE, ("jaxpr",)),
+        CallEntry("closed_call", CallKind.INLINE, ("call_jaxpr",)),
+        CallEntry("core_call", CallKind.INLINE, ("call_jaxpr",)),
+        CallEntry("core_closed_call", CallKind.INLINE, ("call_jaxpr",)),
+        CallEntry("call", CallKind.INLINE, ("call_jaxpr",)),
+        CallEntry("xla_call", CallKind.INLINE, ("call_jaxpr",)),
+        CallEntry("eval_jaxpr", CallKind.INLINE, ("jaxpr", "call_jaxpr")),
+        CallEntry("remat", CallKind.REMAT, ("jaxpr",)),
+        CallEntry("remat2", CallKind.REMAT, ("jaxpr",)),
+        CallEntry("checkpoint", CallKind.REMAT, ("jaxpr",)),
+        CallEntry("custom_jvp_call", CallKind.RULE, ("call_jaxpr",)),
+        CallEntry("custom_vjp_call", CallKind.RULE, ("call_jaxpr",)),
+        CallEntry("custom_vjp_call_jaxpr", CallKind.RULE, ("fun_jaxpr", "call_jaxpr")),
+        CallEntry("composite", CallKind.ANNOTATED, ("jaxpr", "call_jaxpr")),
+        CallEntry("custom_vmap_call", CallKind.ANNOTATED, ("call",)),
+        CallEntry(
+            "call_hi_primitive", CallKind.ANNOTATED, ()
+        ),  # its body is in Python: `_compat.hidden_body` traces it
+        CallEntry("xla_metadata_call", CallKind.ANNOTATED, ("jaxpr",)),
+        CallEntry("custom_lin", CallKind.FIXED, ("call_jaxpr",)),
+        CallEntry("linear_call", CallKind.FIXED, ("callee",)),
+        CallEntry("custom_partitioning", CallKind.FIXED, ("call",)),
+        CallEntry("remat_opt", CallKind.FIXED, ("fwd_jaxpr",)),
+        CallEntry("scan", CallKind.SCAN, ("jaxpr",)),
+        CallEntry("while", CallKind.WHILE, ("cond_jaxpr", "body_jaxpr")),
+        CallEntry("cond", CallKind.COND, ("branches",)),
+        CallEntry(BOUNDARY, CallKind.BOUNDARY, ("forward",)),
+        CallEntry("shard_map", CallKind.MANUAL, ("jaxpr",)),
     )
 }
 # Kinds whose body gets exactly the operands and gives exactly the results.
-_ONE_TO_ONE = frozenset({Kind.INLINE, Kind.REMAT, Kind.RULE, Kind.ANNOTATED, Kind.FIXED})
+_ONE_TO_ONE = frozenset({CallKind.INLINE, CallKind.REMAT, CallKind.RULE, CallKind.ANNOTATED, CallKind.FIXED})
 
 
-def names(*kinds: Kind) -> frozenset[str]:
+def names(*kinds: CallKind) -> frozenset[str]:
     """Returns the names of the primitives of the given `kinds`; of all calls where none is given."""
     return frozenset(call.name for call in _TABLE.values() if not kinds or call.kind in kinds)
 
 
-def kind_of(eqn: Any) -> Kind | None:
+def kind_of(eqn: Any) -> CallKind | None:
     """Returns what the equation `eqn` means beside the jaxprs that it holds; None for one that is no call, whatever
     jaxprs it holds (the combiner of a reduction, a kernel)."""
     call = _TABLE.get(eqn.primitive.name)
@@ -134,7 +136,7 @@ def call_body(eqn: Any) -> Any | None:
 def inline_body(eqn: Any) -> Any | None:
     """Returns the body of `eqn` where it is a call that means nothing else, so that the body may stand in its place;
     None for every other equation."""
-    return call_body(eqn) if kind_of(eqn) is Kind.INLINE else None
+    return call_body(eqn) if kind_of(eqn) is CallKind.INLINE else None
 
 
 def bodies(eqn: Any) -> list[Any]:
@@ -142,7 +144,7 @@ def bodies(eqn: Any) -> list[Any]:
 
     Those of equations that are no calls are among them. A body that is in Python alone (`call_hi_primitive`) is not.
     """
-    if kind_of(eqn) is Kind.WHILE:
+    if kind_of(eqn) is CallKind.WHILE:
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     return [
         body
@@ -200,6 +202,6 @@ def while_parts(eqn: Any, values: Sequence[Any]) -> WhileParts:
 def num_trips(eqn: Any) -> int | None:
     """Returns how often the bodies of the equation `eqn` run each time that it runs; None where only the run tells."""
     kind = kind_of(eqn)
-    if kind is Kind.WHILE:
+    if kind is CallKind.WHILE:
         return None
-    return eqn.params["length"] if kind is Kind.SCAN else 1
+    return eqn.params["length"] if kind is CallKind.SCAN else 1

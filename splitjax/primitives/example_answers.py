@@ -12,7 +12,7 @@ from splitjax.primitives.dims import DimMap, Label
 from splitjax.primitives.example_question import SIZES, Question, RuleOutcome, require_same_params
 from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, ExampleDim, Fact, Info, Mixed, merge_layouts
 from splitjax.primitives.linear import NOT_LINEAR
-from splitjax.primitives.operation import Examples, Linear, Linearity, Operation
+from splitjax.primitives.operation import Examples, Linear, Linearity, OperationFacts
 from splitjax.primitives.table import OPERATIONS
 
 
@@ -30,7 +30,7 @@ def answer(question: Question) -> RuleOutcome:
     return operation.examples(question)
 
 
-def _by_dims(q: Question, operation: Operation) -> RuleOutcome:
+def _by_dims(q: Question, operation: OperationFacts) -> RuleOutcome:
     """Answers by the labels of an operation's dims.
 
     A label of examples that results have is acted on example by example. A result without it is a sum over the

@@ -1,4 +1,4 @@
-"""Defines what splitjax knows of an operation: one `Operation`, of which every analysis reads its part."""
+"""Defines what splitjax knows of an operation: one `OperationFacts`, of which every analysis reads its part."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RowFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class OperationFacts:
     """Holds all that splitjax knows of one operation; every analysis asks for it here.
 
     - `name`: the primitive's name; `primitive:name` for one of many that a primitive stands for, such as

@@ -11,7 +11,7 @@ from splitjax import _compat
 from splitjax.errors import TraceError
 from splitjax.primitives.dims import DimMap, DimRule, Params, Shapes, from_notation, parse_notation
 from splitjax.primitives.example_question import ExampleRule
-from splitjax.primitives.operation import Examples, Linear, Linearity, Operation, RowAction, RowFacts, Trait
+from splitjax.primitives.operation import Examples, Linear, Linearity, OperationFacts, RowAction, RowFacts, Trait
 from splitjax.primitives.table import OPERATIONS
 
 Dims = str | Callable[[Shapes, Shapes, Params], str | DimMap]
@@ -98,7 +98,7 @@ def register_primitive(
     given |= {key: value for key, value in optional.items() if value}
     if all_traits:
         given["traits"] = all_traits | (known.traits if known is not None else frozenset())
-    OPERATIONS.teach(dataclasses.replace(known or Operation(name), name=name, **given))
+    OPERATIONS.teach(dataclasses.replace(known or OperationFacts(name), name=name, **given))
 
 
 def register_dims(primitive: str | _compat.Primitive, rule: Dims, *, mixing: bool = False) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from splitjax.primitives.operation import Examples, Operation, RowAction, RowFacts, Trait
+from splitjax.primitives.operation import Examples, OperationFacts, RowAction, RowFacts, Trait
 from splitjax.primitives.table import OPERATIONS
 
 Shape = tuple[int, ...]
@@ -30,7 +30,9 @@ def row_facts(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape]
     return RowFacts(RowAction.WHOLE)
 
 
-def _apart(operation: Operation, params: Mapping[str, Any], shapes: Sequence[Shape], results: Sequence[Shape]) -> bool:
+def _apart(
+    operation: OperationFacts, params: Mapping[str, Any], shapes: Sequence[Shape], results: Sequence[Shape]
+) -> bool:
     """Tells whether an operation's dim rule promises that each row of its result is made of the same row of operands.
 
     Only the rules of operations that users teach do: splitjax's own label dims alike along which values move."""

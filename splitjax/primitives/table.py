@@ -1,7 +1,7 @@
 """Holds the one table of operations: what is stated by splitjax's own modules, and what users teach on top of it.
 
 The table is complete once `splitjax.primitives` is imported. Analyses ask it by the name of a primitive and its
-parameters, and get an `Operation`.
+parameters, and get an `OperationFacts`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from splitjax._registry import broken, entry_points, load_entry_point
 from splitjax.primitives.dims import DimRule
 from splitjax.primitives.example_question import ExampleRule
-from splitjax.primitives.operation import Operation, Trait
+from splitjax.primitives.operation import OperationFacts, Trait
 
 # Primitives that stand for many operations, and the parameter that says which.
 _NAME_PARAMS: Mapping[str, str] = {"pallas_call": "name", "ffi_call": "target_name", "composite": "name"}
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Operation)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(OperationFacts)}
 
 
 class Operations:
@@ -30,26 +30,26 @@ class Operations:
 
     def __init__(self, group: str = "") -> None:
         self._group = group
-        self._stated: dict[str, Operation] = {}
-        self._taught: dict[str, Operation] = {}
+        self._stated: dict[str, OperationFacts] = {}
+        self._taught: dict[str, OperationFacts] = {}
         self._with_trait: dict[Trait, frozenset[str]] = {}  # what was asked for, until a fact changes
 
     def state(self, names: str, *traits: Trait, **facts: Any) -> None:
-        """States `facts` (fields of `Operation`) and `traits` of splitjax's own operations, in addition to what is
+        """States `facts` (fields of `OperationFacts`) and `traits` of splitjax's own operations, in addition to what is
         stated of them elsewhere.
 
         `names` are separated by blanks. Raises `ValueError` where a fact of an operation is stated twice: two modules
         would disagree on it.
         """
         for name in names.split():
-            known = self._stated.get(name, Operation(name))
+            known = self._stated.get(name, OperationFacts(name))
             twice = [fact for fact in facts if getattr(known, fact) != _DEFAULTS[fact]]
             if twice:
                 raise ValueError(f"{twice[0]!r} of {name!r} is stated twice")
             self._stated[name] = dataclasses.replace(known, **facts, traits=known.traits | set(traits))
         self._with_trait.clear()
 
-    def teach(self, operation: Operation) -> None:
+    def teach(self, operation: OperationFacts) -> None:
         """Puts a user's `operation` into the table, in place of what is known under its name."""
         self._taught[operation.name] = operation
         self._with_trait.clear()
@@ -59,11 +59,11 @@ class Operations:
         self._taught.pop(name, None)
         self._with_trait.clear()
 
-    def get(self, name: str) -> Operation | None:
+    def get(self, name: str) -> OperationFacts | None:
         """Returns the operation called `name`, None where there is none."""
         return self._taught.get(name) or self._stated.get(name)
 
-    def of(self, primitive: str, params: Mapping[str, Any]) -> Operation:
+    def of(self, primitive: str, params: Mapping[str, Any]) -> OperationFacts:
         """Returns the operation of an equation of `primitive` with these `params`; where nothing is known of it, one
         without facts.
 
@@ -74,9 +74,9 @@ class Operations:
         known = self.get(name) or self.get(primitive)
         if known is None and self._group:
             known = self._declared(name) or self._declared(primitive)
-        return known or Operation(name)
+        return known or OperationFacts(name)
 
-    def _declared(self, name: str) -> Operation | None:
+    def _declared(self, name: str) -> OperationFacts | None:
         """Returns the operation `name` after loading the entry point that declares it, None where there is none."""
         for point in entry_points(self._group):
             if point.name == name:
@@ -89,7 +89,7 @@ class Operations:
     def __contains__(self, name: str) -> bool:
         return name in self._taught or name in self._stated
 
-    def __getitem__(self, name: str) -> Operation:
+    def __getitem__(self, name: str) -> OperationFacts:
         return self._taught.get(name) or self._stated[name]
 
     def names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.primitives.calls import Kind, bodies, kind_of, num_trips
+from splitjax.primitives.calls import CallKind, bodies, kind_of, num_trips
 
 Site = tuple[int, ...]
 
@@ -39,7 +39,7 @@ class Visit:
     def not_inline(self) -> Any | None:
         """The outermost equation around it that is more than an inlined call: a loop, a branch, a rematerialised call;
         None where it runs exactly as if it stood in the outermost jaxpr."""
-        return next((eqn for eqn in self.around if kind_of(eqn) is not Kind.INLINE), None)
+        return next((eqn for eqn in self.around if kind_of(eqn) is not CallKind.INLINE), None)
 
 
 def walk(jaxpr: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
@@ -75,24 +75,24 @@ def _inside(visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool]) 
             None,
             (*visit.around, visit.eqn),
             visit.trips * (1 if trips is None else trips),
-            visit.is_conditional or kind is Kind.COND or trips is None,
-            visit.in_boundary or kind is Kind.BOUNDARY,
+            visit.is_conditional or kind is CallKind.COND or trips is None,
+            visit.in_boundary or kind is CallKind.BOUNDARY,
         )
         yield from _walk(body, around, enter)
 
 
 def boundaries(jaxpr: Any) -> Iterator[Visit]:
     """Yields the visits of the gradient boundaries of `jaxpr`, without those in the forward of another."""
-    return (visit for visit in walk(jaxpr, enter=_is_no_boundary) if kind_of(visit.eqn) is Kind.BOUNDARY)
+    return (visit for visit in walk(jaxpr, enter=_is_no_boundary) if kind_of(visit.eqn) is CallKind.BOUNDARY)
 
 
 def holds_boundary(eqn: Any) -> bool:
     """Returns whether a gradient boundary lies inside the call `eqn` (a step that scans over updates, say)."""
-    return any(kind_of(visit.eqn) is Kind.BOUNDARY for visit in walk_inside(eqn, enter=_is_no_boundary))
+    return any(kind_of(visit.eqn) is CallKind.BOUNDARY for visit in walk_inside(eqn, enter=_is_no_boundary))
 
 
 def _is_no_boundary(visit: Visit) -> bool:
-    return kind_of(visit.eqn) is not Kind.BOUNDARY
+    return kind_of(visit.eqn) is not CallKind.BOUNDARY
 
 
 def equation_at(jaxpr: Any, site: Site) -> Any:

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.primitives.calls import EDITABLE, Kind, boundary_parts, call_body, kind_of, scan_parts, while_parts
+from splitjax.primitives.calls import EDITABLE, CallKind, boundary_parts, call_body, kind_of, scan_parts, while_parts
 from splitjax.primitives.interpreter import fold
 from splitjax.primitives.walk import Site
 
@@ -154,7 +154,9 @@ class _Flattener:
         kind = kind_of(eqn)
         body = None if kind is None else call_body(eqn)
         if body is not None:
-            return self.walk(body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is Kind.RULE))
+            return self.walk(
+                body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is CallKind.RULE)
+            )
         if kind in _CONTROL:
             return _CONTROL[kind](self, eqn, operands, where)
         name = _reduction(eqn) or eqn.primitive.name
@@ -327,7 +329,7 @@ def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) ->
     return [*results, *gradients]
 
 
-_CONTROL = {Kind.SCAN: _scan, Kind.WHILE: _while, Kind.COND: _cond, Kind.BOUNDARY: _boundary}
+_CONTROL = {CallKind.SCAN: _scan, CallKind.WHILE: _while, CallKind.COND: _cond, CallKind.BOUNDARY: _boundary}
 
 
 def flatten(jaxpr: Any) -> FlatStep:

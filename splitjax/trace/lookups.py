@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.graph import Lookup, LookupTable, RowUpdate
-from splitjax.trace.row_update import Refusal, row_update
+from splitjax.trace.row_update import WholeTableUpdate, row_update
 
 
 def find_tables(flat: FlatStep, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[LookupTable, ...]:
@@ -113,18 +113,18 @@ def _mode(op: Op) -> str:
     return str(op.params["mode"]).rsplit(".", 1)[-1].lower()
 
 
-def _dense_reason(flat: FlatStep, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> Refusal | None:
+def _dense_reason(flat: FlatStep, uses: Sequence[tuple[Op, int]], gradients: Sequence[Op]) -> WholeTableUpdate | None:
     """Tells why the table's gradient has to be dense; None where it need not."""
     if len(gradients) > 1:
-        return Refusal("it is differentiated more than once in the step", "")
+        return WholeTableUpdate("it is differentiated more than once in the step", "")
     for op, read in uses:
         line = op.source
         if not _is_row_lookup(flat, op, read):
             name = op.primitive.removeprefix("_")
             what = "a loop that slices or carries it" if op.eqn is None else name
-            return Refusal(f"it is also read by {what}, which needs all of its gradient", line)
+            return WholeTableUpdate(f"it is also read by {what}, which needs all of its gradient", line)
         if not op.editable:
-            return Refusal("its lookup stands inside a custom derivative rule", line)
+            return WholeTableUpdate("its lookup stands inside a custom derivative rule", line)
         if op.conditional:
-            return Refusal("its lookup stands in a condition, or in a loop of unknown length", line)
+            return WholeTableUpdate("its lookup stands in a condition, or in a loop of unknown length", line)
     return None

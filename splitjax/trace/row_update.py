@@ -53,7 +53,7 @@ ZERO: Number = Number(0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class WholeTableUpdate:
     """Tells why an update cannot run on touched rows alone.
 
     - `reason`: a sentence without its full stop.
@@ -69,7 +69,7 @@ class Refusal:
 
 def row_update(
     flat: FlatStep, gradient: int, table: int, state_results: Mapping[int, int], paths: Sequence[str]
-) -> RowUpdate | Refusal:
+) -> RowUpdate | WholeTableUpdate:
     """Decides whether the update of one table can run on touched rows alone, and how, or why not.
 
     **Arguments:**
@@ -95,14 +95,14 @@ def row_update(
         rest = walk.rest.get(value)
         if refusal is None and rest is not None and rest != OldRow(leaf):
             what, line = _change(rest)
-            refusal = Refusal(f"{paths[leaf]} {what}, in rows without gradient too", line)
+            refusal = WholeTableUpdate(f"{paths[leaf]} {what}, in rows without gradient too", line)
     if walk.rest.get(changed.get(table, -1)) is None:
-        return Refusal(f"{paths[table]} does not get a new value from its gradient row by row", "")
+        return WholeTableUpdate(f"{paths[table]} does not get a new value from its gradient row by row", "")
     results = set(state_results.values())
     if any(
         value in walk.behind and value in walk.rest for index, value in enumerate(flat.outputs) if index not in results
     ):
-        return Refusal("the step returns an array of the gradient's rows beside its state", "")
+        return WholeTableUpdate("the step returns an array of the gradient's rows beside its state", "")
     written = [leaf for leaf, value in changed.items() if value in walk.rest]
     leaves = dict.fromkeys((table, *written, *sorted(walk.read)))
     update = RowUpdate(tuple(leaves), tuple(sorted(walk.totals)))
@@ -144,7 +144,7 @@ class _Walk:
         }
         self.totals: set[int] = set()
         self.read: set[int] = set()
-        self.refusal: Refusal | None = None
+        self.refusal: WholeTableUpdate | None = None
 
     def run(self) -> None:
         """Walks all operations, or up to the first refusal."""
@@ -167,7 +167,7 @@ class _Walk:
             if any(v in self.rest for v in op.inputs):
                 problem = self._step(op, behind)
                 if problem is not None and behind and any(v in self.rest and v in self.behind for v in op.inputs):
-                    self.refusal = Refusal(problem, op.source)
+                    self.refusal = WholeTableUpdate(problem, op.source)
 
     def _step(self, op: Op, behind: bool) -> str | None:
         """Finds the rest of an operation's results; a sentence where there is none."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from splitjax.primitives.calls import Kind, names
+from splitjax.primitives.calls import CallKind, names
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Sequence[Shape]
@@ -21,7 +21,7 @@ Change: TypeAlias = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes]
 # An equation of one of these runs in the dtypes that it was traced with, because it looks at the bits of a number.
 BITWISE: frozenset[str] = frozenset({"bitcast_convert_type", "nextafter"})
 # At the sizes, too, because its parameters hold programs or buffers of these.
-AS_TRACED: frozenset[str] = names(Kind.FIXED, Kind.MANUAL) | {
+AS_TRACED: frozenset[str] = names(CallKind.FIXED, CallKind.MANUAL) | {
     "pallas_call", "ffi_call", "custom_linear_solve", "pure_callback", "io_callback",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ import numpy as np
 from splitjax import _compat
 from splitjax.lower.boundary import boundary_of, value_and_grad_p
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.primitives.calls import Kind, call_body, kind_of, scan_parts, while_parts
+from splitjax.primitives.calls import CallKind, call_body, kind_of, scan_parts, while_parts
 from splitjax.primitives.interpreter import RunBody, evaluate
 from splitjax.primitives.walk import Site
 from splitjax.verify.dim_classes import Misfit, Sized
@@ -250,11 +250,11 @@ def _boundary(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Tap
     return [*results[:num_results], *gradients[: len(eqn.params["positions"])]]
 
 
-_SPECIAL: dict[Kind | None, Callable[..., list[Any]]] = {
-    Kind.SCAN: _scan,
-    Kind.WHILE: _while,
-    Kind.COND: _cond,
-    Kind.REMAT: _remat,
-    Kind.RULE: _custom_rule,
-    Kind.BOUNDARY: _boundary,
+_SPECIAL: dict[CallKind | None, Callable[..., list[Any]]] = {
+    CallKind.SCAN: _scan,
+    CallKind.WHILE: _while,
+    CallKind.COND: _cond,
+    CallKind.REMAT: _remat,
+    CallKind.RULE: _custom_rule,
+    CallKind.BOUNDARY: _boundary,
 }

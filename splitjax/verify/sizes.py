@@ -18,13 +18,13 @@ from typing import Any
 import jax
 
 from splitjax import _compat
-from splitjax.primitives.calls import MEANS_ITS_BODY, Kind, kind_of
+from splitjax.primitives.calls import MEANS_ITS_BODY, CallKind, kind_of
 from splitjax.trace.flatten import Op
 from splitjax.verify.dim_classes import Analysis, Misfit, Sized, analyse, grouped
 from splitjax.verify.parameters import AS_TRACED, Shape, resized
 
 # Calls whose bodies are rewritten with them: all others keep the sizes that they were traced with.
-OPEN_CALLS: frozenset[Kind | None] = MEANS_ITS_BODY | {Kind.RULE}
+OPEN_CALLS: frozenset[CallKind | None] = MEANS_ITS_BODY | {CallKind.RULE}
 
 
 def smallest_together(group: Mapping[int, int], sizes: Mapping[int, int], devices: int) -> dict[int, int]:

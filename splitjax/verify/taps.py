@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
-from splitjax.primitives.calls import Kind, call_body, kind_of
+from splitjax.primitives.calls import CallKind, call_body, kind_of
 from splitjax.primitives.walk import Site
 
 
@@ -105,7 +105,7 @@ NONE: Taps = Taps()
 
 def is_whole(eqn: Any) -> bool:
     """Tells whether the equation `eqn` is looked at by itself: it is not a call whose body's equations are."""
-    return call_body(eqn) is None or kind_of(eqn) is Kind.RULE
+    return call_body(eqn) is None or kind_of(eqn) is CallKind.RULE
 
 
 def is_floating(value: Any) -> bool:
@@ -123,7 +123,7 @@ class ResultTaps(Taps):
 
     def write(self, site: Site, eqn: Any, results: Sequence[Any]) -> None:
         """Takes note of the floating-point `results` of `eqn` at `site`."""
-        if self.gradients_only or not is_whole(eqn) or kind_of(eqn) is Kind.BOUNDARY:
+        if self.gradients_only or not is_whole(eqn) or kind_of(eqn) is CallKind.BOUNDARY:
             return
         for number, value in enumerate(results):
             if is_floating(value) and not isinstance(eqn.outvars[number], _compat.DropVar):

@@ -19,7 +19,7 @@ from splitjax.lower.products.interpret import evaluate
 from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import flatten_calls
 from splitjax.mesh import make_mesh
-from splitjax.primitives.calls import Kind, bodies, call_body, inline_body, kind_of, names, num_trips
+from splitjax.primitives.calls import CallKind, bodies, call_body, inline_body, kind_of, names, num_trips
 from splitjax.trace.flatten import flatten
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
@@ -56,7 +56,7 @@ def test_every_inlined_call_is_one_to_all_rooms(name):
     plain = _compat.trace(lambda x, w: jax.jit(product)(x, w) + 1, X, W)[0]
     closed = renamed(plain, name)
     (call, _) = _compat.open_jaxpr(closed)[0].eqns
-    assert kind_of(call) is Kind.INLINE and inline_body(call) is call_body(call) is bodies(call)[0]
+    assert kind_of(call) is CallKind.INLINE and inline_body(call) is call_body(call) is bodies(call)[0]
     # The trace goes into it, and lowering may edit what it finds there.
     assert all(op.editable for op in flatten(closed).ops)
     assert [op.primitive for op in flatten(closed).ops] == [op.primitive for op in flatten(plain).ops]
@@ -74,7 +74,7 @@ def test_fixed_calls_are_neither_edited_nor_inlined():
     scaled = lambda factor, x: jax.custom_derivatives.linear_call(lambda f, v: f * v, lambda f, v: f * v, factor, x)
     closed = _compat.trace(lambda x: scaled(2.0 * x, x), X)[0]
     eqn = next(eqn for eqn in _compat.open_jaxpr(closed)[0].eqns if eqn.primitive.name == "linear_call")
-    assert kind_of(eqn) is Kind.FIXED and inline_body(eqn) is None
+    assert kind_of(eqn) is CallKind.FIXED and inline_body(eqn) is None
     assert [op.editable for op in flatten(closed).ops] == [True, False]
 
 
@@ -103,7 +103,7 @@ def test_convolutions_are_found_inside_calls():
 
 def test_no_module_has_a_table_of_calls_of_its_own():
     """Two names of calls side by side in a module are a table that will disagree with this one."""
-    calls = names(Kind.INLINE, Kind.REMAT, Kind.RULE)
+    calls = names(CallKind.INLINE, CallKind.REMAT, CallKind.RULE)
     tables = []
     for file in sorted(pathlib.Path(splitjax.__file__).parent.rglob("*.py")):
         if file.name == "calls.py":

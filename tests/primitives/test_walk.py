@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from splitjax import _compat, value_and_grad
-from splitjax.primitives.calls import Kind, kind_of
+from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.interpreter import evaluate, fold
 from splitjax.primitives.walk import boundaries, equation_at, holds_boundary, walk
 
@@ -53,8 +53,8 @@ def test_boundaries_are_found_in_loops_and_not_in_each_other():
     w = np.ones(3, "float32")
     closed = trace(jax.jit(lambda w: value_and_grad(inner)(w)), w)
     (visit,) = boundaries(closed)
-    assert kind_of(visit.eqn) is Kind.BOUNDARY and visit.not_inline is None and not visit.in_boundary
-    assert sum(kind_of(v.eqn) is Kind.BOUNDARY for v in walk(closed)) == 2
+    assert kind_of(visit.eqn) is CallKind.BOUNDARY and visit.not_inline is None and not visit.in_boundary
+    assert sum(kind_of(v.eqn) is CallKind.BOUNDARY for v in walk(closed)) == 2
     looped = trace(lambda w: lax.scan(lambda c, _: (c - inner(c), None), w, None, length=2)[0], w)
     (visit,) = boundaries(looped)
     assert visit.not_inline.primitive.name == "scan" and visit.trips == 2

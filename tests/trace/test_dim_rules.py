@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import primitives
 
 from splitjax import _compat
-from splitjax.primitives.calls import Kind, names
+from splitjax.primitives.calls import CallKind, names
 from splitjax.primitives.dims_shape import common_factors
 from splitjax.primitives.table import OPERATIONS
 from tests.trace.oracle import Equation, equations, places, problems
@@ -46,7 +46,8 @@ def test_labels_run_along_each_other(name, seen):
     new = [
         one
         for one in found
-        if one.signature not in seen and one.name not in names(Kind.SCAN, Kind.WHILE, Kind.COND, Kind.BOUNDARY)
+        if one.signature not in seen
+        and one.name not in names(CallKind.SCAN, CallKind.WHILE, CallKind.COND, CallKind.BOUNDARY)
     ]
     seen.update((one.signature, one.name) for one in new)
     assert [one.name for one in new if one.name not in OPERATIONS.with_dims()] == []
@@ -64,7 +65,7 @@ def test_every_primitive_of_jax_is_accounted_for():
     known = {getattr(primitives, key).name for key in dir(primitives) if key.endswith("_p")}
     assert len(known) > 150
     refused = {name for name in OPERATIONS.names() if OPERATIONS[name].no_dims}
-    seen_through = names() - names(Kind.MANUAL)
+    seen_through = names() - names(CallKind.MANUAL)
     assert known - {*OPERATIONS.with_dims(), *seen_through, *refused} == set()
     assert refused & set(OPERATIONS.with_dims()) == set()
 

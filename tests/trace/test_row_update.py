@@ -11,7 +11,7 @@ import pytest
 import splitjax
 from splitjax.trace.flatten import flatten
 from splitjax.trace.graph import RowUpdate
-from splitjax.trace.row_update import Refusal, row_update
+from splitjax.trace.row_update import WholeTableUpdate, row_update
 
 NUM_ROWS, WIDTH = 12, 3
 TOUCHED, EARLIER = (0, 3, 3, 11), (1, 3, 5, 7)
@@ -105,7 +105,7 @@ def test_updates_that_do_not_are_refused_with_the_operation_that_changes_them(na
     tx, reason = DECAYING[name]
     step, state = make_step(tx)
     found, _ = analyse(step, state)
-    assert isinstance(found, Refusal) and reason in found.reason and "test_row_update.py" in found.source
+    assert isinstance(found, WholeTableUpdate) and reason in found.reason and "test_row_update.py" in found.source
     assert resting_rows_change(step, state)
 
 
@@ -116,7 +116,7 @@ def test_updates_that_do_not_are_refused_with_the_operation_that_changes_them(na
 )  # fmt: skip
 def test_what_cannot_be_told_is_refused_too(tx, reason):
     found, _ = analyse(*make_step(tx))
-    assert isinstance(found, Refusal) and reason in found.reason
+    assert isinstance(found, WholeTableUpdate) and reason in found.reason
 
 
 def test_a_decay_written_by_hand_and_a_gradient_that_leaves_the_step_are_seen():

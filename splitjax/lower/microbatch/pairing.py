@@ -17,7 +17,7 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.primitives.calls import AS_IT_IS, Kind, call_body, inline_body, kind_of
+from splitjax.primitives.calls import AS_IT_IS, CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.example_question import differing_params, is_same_constant
 from splitjax.primitives.walk import Site
 
@@ -255,9 +255,9 @@ class _Pairer:
 def _bodies(eqn: Any) -> tuple[Any, ...]:
     """Returns the jaxprs of `eqn` that are analysed with it: a loop's, a call's, or one per branch."""
     kind = kind_of(eqn)
-    if kind is Kind.SCAN:
+    if kind is CallKind.SCAN:
         return (eqn.params["jaxpr"],)
-    if kind is Kind.COND:
+    if kind is CallKind.COND:
         return tuple(eqn.params["branches"])
     body = call_body(eqn)
     return () if body is None else (body,)

@@ -30,7 +30,7 @@ from splitjax.lower.products.scatter import Summed
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
 from splitjax.primitives import interpreter
-from splitjax.primitives.calls import Kind, call_body, kind_of
+from splitjax.primitives.calls import CallKind, call_body, kind_of
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody
 from splitjax.primitives.walk import Site, holds_boundary
 
@@ -220,7 +220,7 @@ def _equation(
     kind = kind_of(eqn)
     rebuild = REBUILD.get(kind)
     if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
-        inner = dataclasses.replace(layout, rematerialised=True) if kind is Kind.REMAT else layout
+        inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout
         return rebuild(
             lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values
         )

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from splitjax import _compat
-from splitjax.primitives.calls import Kind, call_body, scan_parts, while_parts
+from splitjax.primitives.calls import CallKind, call_body, scan_parts, while_parts
 from splitjax.primitives.interpreter import RunBody
 
 # Evaluates a call anew, with its bodies evaluated otherwise: (evaluator, equation, operands) -> results.
@@ -78,10 +78,10 @@ def _cond(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
 
 
-REBUILD: Mapping[Kind | None, Rebuild] = {
-    Kind.INLINE: _inline,
-    Kind.REMAT: remat,
-    Kind.SCAN: _scan,
-    Kind.WHILE: _while,
-    Kind.COND: _cond,
+REBUILD: Mapping[CallKind | None, Rebuild] = {
+    CallKind.INLINE: _inline,
+    CallKind.REMAT: remat,
+    CallKind.SCAN: _scan,
+    CallKind.WHILE: _while,
+    CallKind.COND: _cond,
 }

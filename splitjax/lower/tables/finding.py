@@ -19,7 +19,7 @@ from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import SyncRequest
 from splitjax.lower.tables.table_sync import IdCut, TableSync
 from splitjax.plan import LeafPlan, Plan, spec_axes
-from splitjax.primitives.calls import Kind, kind_of
+from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.walk import boundaries, equation_at
 from splitjax.sync.all_gather import AllGather
 from splitjax.sync.dense import Dense
@@ -85,7 +85,7 @@ def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
         return f"{table.reason}{LAZY_HINT if table.lazy_update is not None else ''}"
     for depth in range(1, len(table.boundary), 2):
         around = equation_at(jaxpr, table.boundary[:depth])
-        if kind_of(around) is not Kind.INLINE:
+        if kind_of(around) is not CallKind.INLINE:
             return _inside(around)
     planned = [plan.leaves[index] for index in update.leaves]
     if (

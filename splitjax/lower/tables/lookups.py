@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax.primitives.calls import Kind, bodies, kind_of, scan_parts
+from splitjax.primitives.calls import CallKind, bodies, kind_of, scan_parts
 from splitjax.primitives.walk import Site, equation_at
 
 PRIMITIVE: str = "splitjax_lookup"  # the table of `primitives` knows it by this name
@@ -232,7 +232,7 @@ def _scan(eqn: Any, body: Any, types: list[Any]) -> tuple[Callable, list[Any]]:
     ]
 
 
-_REBUILD: dict[Kind | None, Callable] = {Kind.INLINE: _jit, Kind.REMAT: _remat, Kind.SCAN: _scan}
+_REBUILD: dict[CallKind | None, Callable] = {CallKind.INLINE: _jit, CallKind.REMAT: _remat, CallKind.SCAN: _scan}
 
 
 def rows_of(lookup: EditedLookup, ids: Any, cotangent: Any = None) -> tuple[Any, Any]:
