@@ -32,6 +32,7 @@ from splitjax.planning.carried import Carried
 from splitjax.runtime.checkpoint.checkpoints import Checkpoints
 from splitjax.runtime.checkpoint.options import CheckpointOptions
 from splitjax.runtime.launch import variables
+from splitjax.runtime.launch.initialize import initialize
 from splitjax.runtime.launch.workers import Coordinator, one_core_variables
 from splitjax.runtime.training.idle import noticing_idle
 from splitjax.schedule.execution.engine import Place, StepOrder
@@ -107,9 +108,9 @@ class DecoratedJob:
                 variables.HEARTBEAT_SECONDS: str(_HEARTBEAT_SECONDS),
                 variables.ATTEMPT: str(place.attempt),
             }
-            for name in (variables.JOINED_PID, variables.EXIT_FD, variables.LOCAL_DEVICE_IDS):
+            for name in variables.OF_ONE_WORKER:
                 os.environ.pop(name, None)
-            variables.initialize()
+            initialize()
         return DecoratedTask(self.build(place), place, Path(self.directory), self.release_early)
 
 

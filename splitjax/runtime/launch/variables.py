@@ -16,6 +16,8 @@ BOARD_FD = "SPLITJAX_BOARD_FD"
 STACKS_FD = "SPLITJAX_STACKS_FD"
 JOINED_PID = "SPLITJAX_JOINED_PID"
 NETWORK_DEVICE = "SPLITJAX_NETWORK_DEVICE"
+# What a process must not hand on to workers that it starts itself.
+OF_ONE_WORKER = (JOINED_PID, FAILED_UNIX_SECONDS, LOCAL_DEVICE_IDS, NETWORK_DEVICE, EXIT_FD, BOARD_FD, STACKS_FD)
 
 DEFAULT_HEARTBEAT_SECONDS = 100
 # How often a worker tells the launcher that it runs: a line of this word and its process id.

@@ -125,13 +125,7 @@ def environment(
     - `files`: what the worker writes to beside its output.
     - `base`: the environment of the launcher.
     """
-    of_one_worker = (
-        variables.JOINED_PID,
-        variables.FAILED_UNIX_SECONDS,
-        variables.LOCAL_DEVICE_IDS,
-        variables.NETWORK_DEVICE,
-    )
-    values = {key: value for key, value in base.items() if key not in of_one_worker}
+    values = {key: value for key, value in base.items() if key not in variables.OF_ONE_WORKER}
     values |= {
         variables.COORDINATOR: coordinator,
         variables.NUM_PROCESSES: str(config.num_processes),

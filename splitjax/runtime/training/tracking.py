@@ -107,7 +107,7 @@ class Tracker:
         if event == BUILD_EVENT:
             self._compiling(is_building=True)
 
-    def _on_duration(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _LOWERED:
             self._compiling(is_building=False)
         elif event == _COMPILED and threading.get_ident() == self._ident:
