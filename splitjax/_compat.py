@@ -7,10 +7,11 @@ sees jaxprs only through the functions here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 from jax import core as public_core
@@ -28,6 +29,10 @@ from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.extend.core import Var as Var
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NO_EFFECTS: frozenset[Any] = frozenset()
 
@@ -260,6 +265,36 @@ def define_primitive(
     batching.fancy_primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
     return primitive
+
+
+_forget_mesh = define_primitive(
+    "forget_mesh",
+    lambda value: [value],
+    lambda aval: ([public_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)], NO_EFFECTS),
+)
+
+
+def forget_mesh(value: Any, explicit_only: bool = False) -> Any:
+    """Returns `value` as an array whose type names no mesh, so that it goes with any other; its layout stays.
+    `explicit_only`: leave values alone whose mesh has no axis of type Explicit. Compiles to nothing."""
+    types = jax.typeof(value).sharding.mesh.axis_types
+    wanted = jax.sharding.AxisType.Explicit in types if explicit_only else bool(types)
+    return _forget_mesh.bind(value)[0] if wanted else value
+
+
+def outside_mesh(fn: Callable[P, R]) -> Callable[P, R]:
+    """Returns `fn`, run as if no `jax.set_mesh` were around its calls: what it traces then does not depend on it."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*args, **kwargs)
+        # Within another trace the mesh of its devices is that trace's, and cannot be set.
+        is_outermost = core_internal.trace_state_clean()
+        with jax.set_mesh(None) if is_outermost else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # pyright: ignore[reportArgumentType]
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def rebind(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.session import Session, merged
-from splitjax.mesh import make_mesh
+from splitjax.mesh import MeshSizes, inside_mesh, make_mesh, with_devices
 from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan, SyncPlan
 from splitjax.planning.carried import Carried, inputs_of
@@ -53,7 +53,10 @@ class StepPrograms:
     """
 
     def __init__(
-        self, recipe: Recipe, mesh: Mesh | Mapping[str, int] | None, training: StepPrograms | None = None
+        self,
+        recipe: Recipe,
+        mesh: Mesh | AbstractMesh | MeshSizes | None,
+        training: StepPrograms | None = None,
     ) -> None:
         self._recipe = recipe
         self._mesh_request = mesh
@@ -68,9 +71,15 @@ class StepPrograms:
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
 
     @functools.cached_property
-    def mesh(self) -> Mesh:
-        """The mesh, made when it is first needed."""
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh on which arrays come and go, made when it is first needed."""
         return self._training.mesh if self._training is not None else make_mesh(self._mesh_request)
+
+    @functools.cached_property
+    def inside(self) -> Mesh:
+        """The same devices with axes of type Auto: the mesh within programs, and of what is measured on its devices.
+        Raises `MeshError` for an abstract mesh."""
+        return inside_mesh(with_devices(self.mesh, f"call of {self._recipe.name}"))
 
     def entry(self, args: tuple[Any, ...]) -> CompiledEntry:
         """Returns plan and program for the signature of a call with `args`, built when it is new. Raises what tracing
@@ -100,7 +109,7 @@ class StepPrograms:
         if entry.observes:
             self._first.setdefault(signature, entry)
             request, samples = self._recipe.request, observer.take_samples()
-            links = {axes: measure_link(self.mesh, axes) for axes in axes_to_measure(entry.sparse, request)}
+            links = {axes: measure_link(self.inside, axes) for axes in axes_to_measure(entry.sparse, request)}
             decision = decide(entry.sparse, request, samples, links)
             entry = self._build(entry.bound, decision, "its tables were observed")
         elif observer.overflows():
@@ -119,6 +128,7 @@ class StepPrograms:
         """Runs the program that `entry` has for the next step on the arguments `args` of a call, and keeps what it
         observed and what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments
         are not the entry's."""
+        with_devices(self.mesh, f"call of {self._recipe.name}")
         program = entry.program(self.kept.num_steps)
         if entry.sparse is None:
             result = program(*args)
@@ -199,7 +209,7 @@ class StepPrograms:
         draft = self._drafts.get(bound.signature)
         if draft is None:
             layouts = None if self._training is None else self._training.layouts()
-            draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound), layouts)
+            draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
         known = KnownTables(decision, carried, observes)
         entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew

@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError, Refusal, SplitjaxError, TraceError
+from splitjax.mesh import inside_mesh
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
 from splitjax.step.states import match_states
@@ -74,24 +76,32 @@ class Traced:
     resized: Resized
 
 
-def trace_step(step: StepFunction, bound: Bound, matched: Mapping[int, int] | None = None) -> Traced:
+def trace_step(
+    step: StepFunction,
+    bound: Bound,
+    matched: Mapping[int, int] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Traced:
     """Traces a call of a step, matches its states and analyses it.
 
     **Arguments:** `step`: the step. `bound`: the call, taken apart. `matched`: flat argument of a state leaf -> its
-    flat result, where the caller knows; None to find out.
+    flat result, where the caller knows; None to find out. `mesh`: where the step may name axes, as in
+    `jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`; None where it cannot.
 
     Raises `TraceError` for a step that cannot be traced, and `StateError` for one that does not return its states."""
-    jaxpr, result = _trace(step, bound, abstract(bound.leaves, bound.signature.avals))
+    jaxpr, result = _trace(step, bound, abstract(bound.leaves, bound.signature.avals), mesh)
     if matched is None:
         matched = match_states(step.options, bound, result) if step.returns_state else {}
-    retrace = lambda leaves: _trace(step, bound, leaves)[0]
+    retrace = lambda leaves: _trace(step, bound, leaves, mesh)[0]
     graph = build_graph(jaxpr, bound.arguments, matched)
     return Traced(bound, jaxpr, graph, result, matched, retrace, resized_trace(bound, retrace))
 
 
-def _trace(step: StepFunction, bound: Bound, leaves: Sequence[jax.ShapeDtypeStruct]) -> tuple[_compat.ClosedJaxpr, Any]:
-    """Traces the step for flat `leaves`. Returns its closed jaxpr, and its result as a pytree of
-    `ShapeDtypeStruct`s."""
+def _trace(
+    step: StepFunction, bound: Bound, leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh | AbstractMesh | None
+) -> tuple[_compat.ClosedJaxpr, Any]:
+    """Traces the step for flat `leaves`; where it cannot be traced so, within `mesh`. Returns its closed jaxpr, and its
+    result as a pytree of `ShapeDtypeStruct`s."""
     static, keywords = dict(bound.signature.static), keyword_only(step.fn)
 
     def flat(*values: Any) -> Any:
@@ -115,6 +125,17 @@ def _trace(step: StepFunction, bound: Bound, leaves: Sequence[jax.ShapeDtypeStru
                 " batch is already the mean over all devices"
             ),
         ) from error
+    except Exception:
+        if mesh is None or mesh.empty:
+            raise
+        try:
+            with jax.sharding.use_abstract_mesh(inside_mesh(mesh).abstract_mesh):
+                return _compat.trace(flat, *leaves)
+        except SplitjaxError:
+            raise
+        except Exception:  # it was not for want of a mesh: what is wrong is what JAX said first
+            pass
+        raise
 
 
 def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
