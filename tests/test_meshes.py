@@ -259,7 +259,7 @@ def test_ways_to_run_a_boundary_on_an_explicit_mesh(options):
 
 
 ABSTRACT = {
-    "auto": AbstractMesh((2, 4), ("data", "model")),
+    "auto": AbstractMesh((2, 4), ("data", "model"), (AUTO, AUTO)),
     "explicit": AbstractMesh((2, 4), ("data", "model"), (EXPLICIT, EXPLICIT)),
 }
 
