@@ -244,14 +244,14 @@ def _splitting_the_torus(arrange: Callable[..., np.ndarray], devices: Sequence[A
 
 
 def inside_mesh(mesh: AnyMesh) -> AnyMesh:
-    """Returns the mesh on which a step over `mesh` is planned and evaluated: the same devices and axes, all of type
-    Auto, because XLA places what a plan leaves open. It is `mesh` itself where all of its axes are."""
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+    """Returns the mesh on which a step over `mesh` is planned and evaluated: the same devices and axes, with Auto ones
+    in place of Explicit ones, because XLA places what a plan leaves open. It is `mesh` itself where it has none."""
+    if AxisType.Explicit not in mesh.axis_types:
         return mesh
-    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
     if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=auto)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def with_devices(mesh: Mesh | AbstractMesh, place: str) -> Mesh:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import splitjax
-from splitjax.errors import MeshError
+from splitjax.errors import MeshError, TraceError
 from splitjax.mesh import arrange
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -259,7 +259,7 @@ def test_ways_to_run_a_boundary_on_an_explicit_mesh(options):
 
 
 ABSTRACT = {
-    "auto": AbstractMesh((2, 4), ("data", "model")),
+    "auto": AbstractMesh((2, 4), ("data", "model"), (AUTO, AUTO)),
     "explicit": AbstractMesh((2, 4), ("data", "model"), (EXPLICIT, EXPLICIT)),
 }
 
@@ -304,6 +304,99 @@ def test_a_constraint_may_name_axes_alone():
     state, batch = np.ones((8, 8)), np.ones((8, 8))
     step = splitjax.parallelize(constrained, mesh={"data": 2, "model": 4}, rules="megatron")
     assert_close(step(state, batch)[1], (np.tanh(batch @ state) ** 2).mean())
+
+
+def annotated_step(how, microbatches=None):
+    """A two-layer network whose user says where the hidden layer and the result are."""
+
+    def train(state, batch):
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["w"])
+            if how == "reshard":
+                hidden = jax.sharding.reshard(hidden, PartitionSpec("data", "model"))
+            if how == "assert":
+                hidden = jax.lax.with_sharding_constraint(hidden, PartitionSpec("data", "model"))
+            if how == "scan":
+                keep = lambda h, _: (jax.sharding.reshard(h, PartitionSpec("data", "model")), None)
+                hidden, _ = jax.lax.scan(keep, keep(hidden, None)[0], None, length=2)
+            logits = (
+                jnp.dot(hidden, params["v"], out_sharding=PartitionSpec("data", None)) if how else hidden @ params["v"]
+            )
+            return ((logits - batch["y"]) ** 2).mean()
+
+        value, gradient = splitjax.value_and_grad(loss, microbatches=microbatches)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), value
+
+    return train
+
+
+def numbers_for_annotated():
+    rng = np.random.default_rng(0)
+    state = {"w": rng.normal(size=(32, 64)), "v": rng.normal(size=(64, 16))}
+    return state, {"x": rng.normal(size=(16, 32)), "y": rng.normal(size=(16, 16))}
+
+
+@pytest.mark.parametrize(
+    ("how", "rules", "options"),
+    [
+        ("reshard", "megatron", {}),
+        ("reshard", "splitbrain", {"group_comm": "turns"}),
+        ("assert", "megatron", {"shard_state": True}),
+        ("out_sharding", "splitbrain", {}),
+        ("scan", "megatron", {"microbatches": 2}),
+    ],
+)
+def test_annotations_under_explicit_axes_are_pins(how, rules, options):
+    state, batch = numbers_for_annotated()
+    want = jax.jit(annotated_step(""))(state, batch)
+    micro, mesh = options.get("microbatches"), mesh_of("explicit")
+    options = {name: value for name, value in options.items() if name != "microbatches"}
+    step = splitjax.parallelize(annotated_step(how, micro), mesh=mesh, rules=rules, **options)
+    plan = step.plan(state, batch)
+    got = step(step.place(state, example=(batch,)), batch)
+    assert_on(mesh, got)
+    assert_close(got, want)
+    pins = [note for note in plan.notes if note.startswith("pinned: ")]
+    assert any("float64[16,16] to P('data', None) by out_sharding=" in pin and "test_meshes.py" in pin for pin in pins)
+    assert any("to P('data', 'model') by jax.reshard" in pin for pin in pins) == (how in ("reshard", "scan"))
+    assert not any("are Auto inside" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "mixed"])
+def test_a_pin_is_where_the_array_is(kind):
+    state, batch = numbers_for_annotated()
+    step = splitjax.parallelize(annotated_step(""), mesh=mesh_of(kind), rules="megatron")
+    step.plan(state, batch)
+
+    def hidden(state, batch):
+        return jax.sharding.reshard(batch["x"] @ state["w"], PartitionSpec(None, "data"))
+
+    out = step.like(hidden)(state, batch)
+    assert_close(out, batch["x"] @ state["w"])
+    entry = out.sharding.spec[1]
+    assert out.sharding.spec[0] is None and (entry if isinstance(entry, str) else entry[0]) == "data"
+    assert kind == "mixed" or entry == "data"
+
+
+def test_types_are_those_of_the_layout_and_a_mismatch_is_said():
+    seen = []
+
+    def looks(state, batch):
+        seen.append(jax.typeof(state["w"]).sharding.spec)
+        return annotated_step("reshard")(state, batch)
+
+    state, batch = numbers_for_annotated()
+    splitjax.parallelize(looks, mesh=mesh_of("explicit"), rules="megatron").plan(state, batch)
+    assert seen[-1] == PartitionSpec(None, "model")
+    with pytest.raises(TraceError, match="under the Explicit axes") as caught:
+        splitjax.parallelize(annotated_step("reshard"), mesh=mesh_of("explicit"), rules="fsdp").plan(state, batch)
+    assert caught.value.value == "ShardingTypeError" and "out_sharding=" in caught.value.remedy
+
+    def wrong(state, batch):
+        return state, state["w"] @ batch["y"]
+
+    with pytest.raises(TypeError):  # as without a mesh
+        splitjax.parallelize(wrong, mesh=mesh_of("explicit"), rules="megatron").plan(state, batch)
 
 
 def test_a_size_that_is_left_open():

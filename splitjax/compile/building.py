@@ -21,7 +21,7 @@ from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import predict
-from splitjax.step.traced import Traced
+from splitjax.step.traced import Traced, trace_step
 
 
 def build_entry(recipe: Recipe, mesh: Mesh | AbstractMesh, traced: Traced) -> CompiledEntry:
@@ -41,19 +41,29 @@ def begin(
 
     **Arguments:** `recipe`, `mesh`, `traced`: as for `build_entry`. `layouts`: by path, the layout of the training step
     that an evaluation follows; None for a training step."""
-    draft = draft_step(traced, inside_mesh(mesh), plan_request(recipe, platform_of(mesh), layouts))
-    notes = [] if inside_mesh(mesh) is mesh else [_auto_inside(mesh)]
-    return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has it already
+    request = plan_request(recipe, platform_of(mesh), layouts)
+    draft = draft_step(traced, inside_mesh(mesh), request)
+    if not traced.is_settled:
+        specs = [leaf.spec for leaf in draft.layout.leaves]
+        traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
+        draft = draft_step(traced, inside_mesh(mesh), request)
+    notes = [] if inside_mesh(mesh) is mesh else _about_types(mesh, traced)
+    return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
 
 
-def _auto_inside(mesh: Mesh | AbstractMesh) -> str:
-    """Says that a step runs under axes of type Auto although the user's `mesh` has others."""
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
-    return (
-        f"mesh axes of type Explicit ({', '.join(explicit)}) are Auto inside the step, which has no jax.reshard,"
-        " out_sharding= or sharding constraint: XLA places what the plan leaves open; arguments and results carry the"
-        " mesh as given"
-    )
+def _about_types(mesh: Mesh | AbstractMesh, traced: Traced) -> list[str]:
+    """Says what became of the Explicit axes of the user's `mesh` in the step."""
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    axes = f"mesh axes of type Explicit ({', '.join(explicit)})"
+    if not traced.annotations:
+        return [
+            f"{axes} are Auto inside the step, which has no jax.reshard, out_sharding= or sharding constraint: XLA"
+            " places what the plan leaves open; arguments and results carry the mesh as given"
+        ]
+    return [
+        f"the step is traced under its {axes}; what it says of arrays is pinned",
+        *(f"pinned: {annotation}" for annotation in traced.annotations),
+    ]
 
 
 def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] | None = None) -> PlanRequest:
