@@ -79,8 +79,8 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
                 "a task starts before its device is free", value=task, place=f"discipline {group.discipline!r}"
             )
         times[task.resource] = task.end_seconds
+        used += task.seconds if task.resource == DEVICE else 0.0
         if task.resource == DEVICE:
-            used += task.seconds
             holders[place[task.device]] = iteration.member
     member = iteration.member
 
