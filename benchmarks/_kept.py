@@ -7,6 +7,9 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -62,8 +65,9 @@ class Page:
 
 
 def add_options(parser: argparse.ArgumentParser, data_help: str, parts: Sequence[str]) -> None:
-    """The options that all these benchmarks have."""
-    parser.add_argument("--data-dir", type=pathlib.Path, required=True, help=data_help)
+    """The options that all these benchmarks have. `data_help`: what `--data-dir` is; empty where none is read."""
+    if data_help:
+        parser.add_argument("--data-dir", type=pathlib.Path, required=True, help=data_help)
     parser.add_argument("--only", nargs="*", choices=tuple(parts), default=[], metavar="PART", help=", ".join(parts))
     parser.add_argument("--quick", action="store_true", help="a small part of each, printed only")
     parser.add_argument(
@@ -120,6 +124,44 @@ def run_part(key: str, measure: Callable[[], Any], command: str, packages: Seque
         machine.this_machine() if packages is None else machine.this_machine(tuple(packages)), command
     )
     return {**dataclasses.asdict(section), "seconds": time.perf_counter() - started, "load": load, "header": header}
+
+
+def add_child_options(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
+    """The options by which a benchmark calls itself for a part in a process of its own."""
+    parser.add_argument("--part", choices=tuple(parts), help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+
+
+def run_child(benchmark: str, part: str, options: argparse.Namespace) -> Part | None:
+    """Measures a part in a process of its own, so that devices and flags are what it asks for; None where it failed.
+    The process is `python -m benchmarks NAME --part PART`, which ends with `write_child`."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = pathlib.Path(folder) / "section.json"
+        command = [sys.executable, "-m", "benchmarks", benchmark, "--part", part, "--result", str(result)]
+        command += ["--data-dir", str(options.data_dir.absolute())] if hasattr(options, "data_dir") else []
+        code = subprocess.run([*command, *(["--quick"] if options.quick else [])], check=False).returncode
+        if code or not result.is_file():
+            print(f"the part {part} failed (exit status {code})", file=sys.stderr)
+            return None
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def write_child(
+    options: argparse.Namespace, measure: Callable[[], Part], command: str, packages: Sequence[str] | None = None
+) -> int:
+    """What a process that `run_child` started does: `measure` gives title, lines, goals and facts, to which time, load
+    and machine are added. `packages`: whose versions are told."""
+    from benchmarks import machine
+    from benchmarks.splitbrain.common import busy
+
+    started, load = time.perf_counter(), busy()
+    found = measure()
+    header = machine.header(
+        machine.this_machine() if packages is None else machine.this_machine(tuple(packages)), command
+    )
+    timed = {**found, "seconds": time.perf_counter() - started, "load": load, "header": header}
+    options.result.write_text(json.dumps(timed), encoding="utf-8")
+    return 0
 
 
 def show(title: str, lines: Sequence[str]) -> None:

@@ -16,15 +16,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
-import pathlib
-import subprocess
 import sys
-import tempfile
-import time
 
 from benchmarks._common import virtual_devices
-from benchmarks._kept import Page, Part, add_options, run_parts, show
+from benchmarks._kept import Page, Part, add_child_options, add_options, run_child, run_parts, show, write_child
 
 # module, virtual devices
 PARTS = {"saved": ("partial.saved", 8), "quality": ("partial.quality", 4), "pays": ("partial.pays", 4)}
@@ -38,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_options(parser, "folder of the binary CIFAR-10 batches", tuple(PARTS))
     parser.add_argument("--page", action="store_true", help="only the page and its plot, from what was kept")
-    parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # what a child process does
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    add_child_options(parser, tuple(PARTS))
     options = parser.parse_args(argv)
     if options.part:
         return _child(options)
@@ -48,54 +42,23 @@ def main(argv: list[str] | None = None) -> int:
         _complete(kept, options)
         PAGE.write(kept, options.output)
         return 0
-    jobs = {part: lambda part=part: _run(part, options) for part in options.only or PARTS}
+    jobs = {part: lambda part=part: run_child("partial", part, options) for part in options.only or PARTS}
     return run_parts(PAGE, jobs, options, lambda kept: _complete(kept, options))
-
-
-def _run(part: str, options: argparse.Namespace) -> Part | None:
-    """A part in a process of its own, so that devices are what it asks for. None where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = pathlib.Path(folder) / "section.json"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "partial",
-            "--data-dir",
-            str(options.data_dir.absolute()),
-            "--part",
-            part,
-            "--result",
-            str(result),
-        ]
-        code = subprocess.run([*command, *(["--quick"] if options.quick else [])], check=False).returncode
-        if code or not result.is_file():
-            print(f"the part {part} failed (exit status {code})", file=sys.stderr)
-            return None
-        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def _child(options: argparse.Namespace) -> int:
     name, devices = PARTS[options.part]
     virtual_devices(devices)
-    from benchmarks import machine
-    from benchmarks.splitbrain.common import busy
 
-    started, load, module = time.perf_counter(), busy(), importlib.import_module(f"benchmarks.{name}")
-    if hasattr(module, "render"):  # its section is made of what others found, too
-        found: Part = {"facts": module.measure(options.quick, options.data_dir)}
-    else:
+    def measure() -> Part:
+        module = importlib.import_module(f"benchmarks.{name}")
+        if hasattr(module, "render"):  # its section is made of what others found, too
+            return {"facts": module.measure(options.quick, options.data_dir)}
         section, facts = module.section(options.quick, options.data_dir)
         show(section.title, section.lines)
-        found = {**dataclasses.asdict(section), "facts": facts}
-    header = machine.header(
-        machine.this_machine(), f"python -m benchmarks partial --data-dir DIR --only {options.part}"
-    )
-    options.result.write_text(
-        json.dumps({**found, "seconds": time.perf_counter() - started, "load": load, "header": header}),
-        encoding="utf-8",
-    )
-    return 0
+        return {**dataclasses.asdict(section), "facts": facts}
+
+    return write_child(options, measure, f"python -m benchmarks partial --data-dir DIR --only {options.part}")
 
 
 def _complete(kept: dict[str, Part], options: argparse.Namespace) -> None:

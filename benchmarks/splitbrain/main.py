@@ -2,13 +2,12 @@
 
     python -m benchmarks splitbrain                     everything (about an hour on two busy cores), and its page
     python -m benchmarks splitbrain --quick             a small part of each section, printed only
-    python -m benchmarks splitbrain --only memory bytes
-    python -m benchmarks splitbrain --only scaling      its page is splitbrain-scaling.md
+    python -m benchmarks splitbrain --only memory bytes   these parts; the page keeps what was measured of the others
 
-Each section runs in a process of its own, so that devices and flags are what it asks for (Lai, Kadav, Kruus:
-SplitBrain, arXiv 2112.15317). Nothing that only memory or bytes are asked about is allocated: steps are compiled from
-shapes, for TPUs ahead of time (libtpu, no TPU needed: `pip install splitjax[tpu]`). Times want an idle machine: what
-else ran is on the page.
+Each part runs in a process of its own, so that devices and flags are what it asks for (Lai, Kadav, Kruus: SplitBrain,
+arXiv 2112.15317). What each found is kept beside the page (splitbrain.json), with its date and machine. Nothing that
+only memory or bytes are asked about is allocated: steps are compiled from shapes, for TPUs ahead of time (libtpu, no
+TPU needed: `pip install splitjax[tpu]`). Times want an idle machine: what else ran is on the page.
 """
 
 from __future__ import annotations
@@ -16,113 +15,51 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
-import pathlib
-import subprocess
 import sys
-import tempfile
-import time
 
-from benchmarks._common import virtual_devices, write_page
-from benchmarks.splitbrain.common import NUM_DEVICES, Goal, Section
+from benchmarks._common import virtual_devices
+from benchmarks._kept import Page, Part, add_child_options, add_options, run_child, run_parts, show, write_child
 
-# Part -> (section of --only, module, function). A part is a process.
+NUM_DEVICES = 8
+# module, function
 PARTS = {
-    "memory": ("memory", "splitbrain.memory", "section"),
-    "speed": ("memory", "splitbrain.memory", "speed_section"),
-    "crossings": ("crossings", "splitbrain.crossings", "section"),
-    "crossing-speed": ("crossings", "splitbrain.crossings", "speed_section"),
-    "scaling": ("scaling", "splitbrain.scaling", "section"),
-    "bytes": ("bytes", "splitbrain.bytes", "section"),
-    "numbers": ("numbers", "splitbrain.numbers", "section"),
+    "memory": ("splitbrain.memory", "section"),
+    "speed": ("splitbrain.memory", "speed_section"),
+    "crossings": ("splitbrain.crossings", "section"),
+    "crossing-speed": ("splitbrain.crossings", "speed_section"),
+    "scaling": ("splitbrain.scaling", "section"),
+    "bytes": ("splitbrain.bytes", "section"),
+    "numbers": ("splitbrain.numbers", "section"),
 }
-SECTIONS = tuple(dict.fromkeys(section for section, _, _ in PARTS.values()))
+PAGE = Page("splitbrain", "SplitBrain: memory, communication, scaling, numbers", list(PARTS).index)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures the chosen sections; returns 1 where a goal is missed."""
+    """Measures the chosen parts; returns 1 where a goal is missed or a part failed."""
     parser = argparse.ArgumentParser(
         "splitbrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=[], metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--quick", action="store_true", help="a small part of each section")
-    parser.add_argument("--output", type=pathlib.Path, help="folder of the page instead of benchmarks/results")
-    parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # what a child process does
-    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    add_options(parser, "", tuple(PARTS))
+    add_child_options(parser, tuple(PARTS))
     options = parser.parse_args(argv)
     if options.part:
         return _child(options)
-    found = []
-    for part, (section, _, _) in PARTS.items():
-        if not options.only or section in options.only:
-            found.append(_run(part, options.quick))
-    goals = [goal for one, _ in found for goal in one.goals]
-    print("\n" + "\n".join(map(str, goals)))
-    print(f"{sum(goal.ok for goal in goals)} of {len(goals)} goals met")
-    if not options.quick or options.output:
-        print("wrote", write_page("-".join(["splitbrain", *options.only]), _page(found, options), options.output))
-    return 0 if all(goal.ok for goal in goals) and all(one.title for one, _ in found) else 1
-
-
-def _run(part: str, quick: bool) -> tuple[Section, float]:
-    """A part in a process of its own, with its seconds. One that fails leaves a section without a title."""
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        result = pathlib.Path(folder) / "section.json"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "splitbrain",
-            "--part",
-            part,
-            "--result",
-            str(result),
-            *(["--quick"] if quick else []),
-        ]
-        code = subprocess.run(command, check=False).returncode
-        seconds = time.perf_counter() - started
-        if code or not result.is_file():
-            print(f"the part {part} failed (exit status {code})", file=sys.stderr)
-            return Section("", [f"The part `{part}` failed (exit status {code}).", ""], []), seconds
-        read = json.loads(result.read_text(encoding="utf-8"))
-    return Section(read["title"], read["lines"], [Goal(**goal) for goal in read["goals"]]), seconds
+    jobs = {part: lambda part=part: run_child("splitbrain", part, options) for part in options.only or PARTS}
+    return run_parts(PAGE, jobs, options)
 
 
 def _child(options: argparse.Namespace) -> int:
-    _, module, function = PARTS[options.part]
-    virtual_devices(NUM_DEVICES)
-    section = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick=options.quick)
-    options.result.write_text(json.dumps(dataclasses.asdict(section)), encoding="utf-8")
-    return 0
-
-
-def _page(found: list[tuple[Section, float]], options: argparse.Namespace) -> list[str]:
+    module, function = PARTS[options.part]
     virtual_devices(NUM_DEVICES)
     from benchmarks import machine
 
-    goals = [goal for one, _ in found for goal in one.goals]
-    command = " ".join(
-        [
-            "python -m benchmarks splitbrain",
-            *(["--quick"] if options.quick else []),
-            *(["--only", *options.only] if options.only else []),
-        ]
-    )
-    lines = [
-        "# SplitBrain: memory, communication, scaling, numbers", "",
-        f"**{sum(goal.ok for goal in goals)} of {len(goals)} goals met.**", "",
-        machine.header(machine.this_machine((*machine.PACKAGES, "libtpu")), command).rstrip(), "",
-    ]  # fmt: skip
-    for one, seconds in found:
-        lines += [f"## {one.title or 'Failed'}", "", *one.lines]
-        lines += [
-            *(f"- {'**' if not goal.ok else ''}{goal}{'**' if not goal.ok else ''}" for goal in one.goals),
-            "",
-            f"({seconds:.0f} s)",
-            "",
-        ]
-    return lines
+    def measure() -> Part:
+        section = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick=options.quick)
+        show(section.title, section.lines)
+        return dataclasses.asdict(section)
+
+    command = f"python -m benchmarks splitbrain --only {options.part}"
+    return write_child(options, measure, command, (*machine.PACKAGES, "libtpu"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from benchmarks.jigsaw.main import PAGE as JIGSAW
 from benchmarks.partial.main import PAGE as PARTIAL
 from benchmarks.partitioner import page as partitioner_page
 from benchmarks.sparse.main import PAGE as SPARSE
+from benchmarks.splitbrain.main import PAGE as SPLITBRAIN
 from benchmarks.training.main import PAGE as TRAINING
 
 PAGE = """# Widgets
@@ -65,7 +66,7 @@ def test_all_figures_of_the_documents_are_those_of_the_pages_and_an_old_page_fai
     assert main.main(["--strict"]) == has_old
 
 
-@pytest.mark.parametrize("kept", [JIGSAW, PARTIAL, SPARSE, TRAINING], ids=lambda kept: kept.name)
+@pytest.mark.parametrize("kept", [JIGSAW, PARTIAL, SPARSE, SPLITBRAIN, TRAINING], ids=lambda kept: kept.name)
 def test_pages_of_several_parts_are_what_their_stored_data_say(kept):
     assert "\n".join(line.rstrip() for line in kept.lines(kept.read(RESULTS))).rstrip() + "\n" == (
         RESULTS / f"{kept.name}.md"
