@@ -24,7 +24,7 @@ from splitjax.cost.flow import used_axes
 from splitjax.lower.products.exchange import STAY, Exchange
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
-from splitjax.rules.sharded_state import whole_dims
+from splitjax.rules.match import whole_dims
 from splitjax.trace.graph import Dim, Graph, Use
 
 # dims of the weight operand, each with the axes that its gradient gains
