@@ -75,7 +75,8 @@ class MeshShape:
         # A role that the name tells already is not said: the shape is the same with and without it.
         news = MeshRoles.of(self.names, {})
         return dataclasses.replace(
-            self, said=tuple((axis, said[axis]) for axis in self.names if axis in said and said[axis] != news.role(axis))
+            self,
+            said=tuple((axis, said[axis]) for axis in self.names if axis in said and said[axis] != news.role(axis)),
         )
 
     @functools.cached_property

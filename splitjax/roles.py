@@ -102,7 +102,8 @@ class MeshRoles:
                     f"the mesh has no axis {name!r}",
                     value=present,
                     place="mesh",
-                    remedy=f"name one of {', '.join(present)}, a role ({', '.join(ROLE_NAMES)}), or add {name!r} to the mesh",
+                    remedy=f"name one of {', '.join(present)}, a role ({', '.join(ROLE_NAMES)}), or add {name!r} to the"
+                    " mesh",
                 )
         return tuple(dict.fromkeys(axes))
 

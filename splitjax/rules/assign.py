@@ -127,8 +127,9 @@ def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Mes
 
 
 def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
-    """Raises an error for an axis of `mesh`, of a size above 1, that means nothing to the set `rules`: no rule names it,
-    and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`)."""
+    """Raises an error for an axis of `mesh`, of a size above 1, that means nothing to the set `rules`.
+
+    No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`)."""
     named = mesh.roles.resolve((*rules.axes, *(axis for rule in rules.rules for axis in rule.axes)))
     for axis in mesh.present(mesh.names):
         role = mesh.roles.role(axis)
@@ -147,8 +148,8 @@ def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
                 f" {rules.name!r} does not name it",
                 value=dict(mesh.axes),
                 place="mesh",
-                remedy=f"say its role, roles={{{axis!r}: 'tensor'}} ({', '.join(ROLE_NAMES)}), or call it by a name that"
-                f" tells it ({', '.join(ROLE_BY_NAME)})",
+                remedy=f"say its role, roles={{{axis!r}: 'tensor'}} ({', '.join(ROLE_NAMES)}), or call it by a name"
+                f" that tells it ({', '.join(ROLE_BY_NAME)})",
             )
 
 

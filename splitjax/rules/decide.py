@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from splitjax.mesh import MeshShape
@@ -43,6 +43,7 @@ from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
 from splitjax.rules.ruleset import RuleSet
 from splitjax.rules.storing import store
 from splitjax.trace.graph import Graph, Leaf
+
 
 class _Choice(NamedTuple):
     """Records the axes of a hard class: `by` is the path of the parameter whose rule decided, `text` how the plan

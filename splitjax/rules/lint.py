@@ -108,7 +108,7 @@ def _static(rules: RuleSet) -> Iterator[Finding]:
                         f"use one of {', '.join((*DIM_NAMES, LARGEST))}, or a position",
                         "unknown dim",
                     )
-    if not rules.allow_replicated and all(rule.replicates for rule in rules.rules):
+    if not rules.allow_replicated and all(rule.replicates and not rule.store for rule in rules.rules):
         yield Finding(
             "warning",
             "",

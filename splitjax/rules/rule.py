@@ -45,10 +45,11 @@ class Rule:
     - `shard`: over which axes the parameter is computed: alternatives in order of preference, each a mapping from a
       dim reference to a mesh axis or a role, or several; one mapping alone is one alternative, an empty mapping
       replicates on purpose. Stored as tuples of pairs.
-    - `store`: axes or roles over which it is stored in parts besides, and gathered where it is used: one, or several.
     - `ties`: `"local"` spreads the axis to parameters of other layers in the same local class (column then row),
       `"hard"` keeps to shared storage, and neither gives nor takes the axis between layers.
     - `source`: where the rule comes from: a paper and section.
+    - `store`: axes or roles over which the parameter is stored in parts besides, and gathered where it is used: one, or
+      several.
 
     Raises `RuleError` for a value of the wrong type or an unknown kind, an invalid pattern, or alternatives that
     can never apply.
@@ -62,9 +63,9 @@ class Rule:
     min_size: int | None = None
     max_size: int | None = None
     shard: Any = ()
-    store: Any = ()
     ties: str = "local"
     source: str = ""
+    store: Any = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():

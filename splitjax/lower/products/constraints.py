@@ -115,9 +115,7 @@ def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...]) -> 
     return None
 
 
-def _gathered(
-    graph: Graph, use: Use, data_operand: int, batch_axes: tuple[str, ...], stored: str
-) -> list[Constraint]:
+def _gathered(graph: Graph, use: Use, data_operand: int, batch_axes: tuple[str, ...], stored: str) -> list[Constraint]:
     """Keeps the examples of a use split, whose weight is stored in parts and gathered. `data_operand`: the position of
     the activations. `stored`: the axes over which it is, in words."""
     why = f"weight split over {stored}: gather the weight, keep the examples split"
