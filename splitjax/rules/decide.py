@@ -45,6 +45,11 @@ from splitjax.rules.storing import store
 from splitjax.trace.graph import Graph, Leaf
 
 
+# How tracing names the dim of a weight that holds experts. They are distributed as their own rule says, and not as the
+# layer is split that deals tokens out to them.
+EXPERT = "expert"
+
+
 class _Choice(NamedTuple):
     """Records the axes of a hard class: `by` is the path of the parameter whose rule decided, `text` how the plan
     names the decision on the other parameters of the class."""
@@ -190,6 +195,8 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
     dims = [dim for dim, own in work.local(target).items() if own == label and hard[dim] not in work.chosen]
     if by_name:  # a square recurrent kernel may have both dims in the class: its columns go with the columns
         dims.sort(key=lambda dim: dim_text(target, dim) != dim_text(source, source_dim))
+    elif dim_text(source, source_dim) != EXPERT:  # the columns of a router, which are one for each expert
+        dims = [dim for dim in dims if dim_text(target, dim) != EXPERT]
     for dim in dims:
         if _illegal(work, {hard[dim]: choice.axes}) is None:
             work.chosen[hard[dim]] = choice
