@@ -44,7 +44,6 @@ from splitjax.rules.ruleset import RuleSet
 from splitjax.rules.storing import store
 from splitjax.trace.graph import Graph, Leaf
 
-
 # How tracing names the dim of a weight that holds experts. They are distributed as their own rule says, and not as the
 # layer is split that deals tokens out to them.
 EXPERT = "expert"
