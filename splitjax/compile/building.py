@@ -16,6 +16,8 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.programs import Programs
 from splitjax.lower.partial.depth_schedule import scheduled_programs
 from splitjax.lower.partial.lowered import Lowered
+from splitjax.lower.products.layout import StepLayout
+from splitjax.lower.products.mesh_context import MeshContext
 from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.passes import draft_step, with_tables
@@ -65,7 +67,7 @@ def compile_draft(recipe: Recipe, mesh: Mesh, draft: Draft) -> CompiledEntry:
     plan, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
-    lowered = Lowered(draft.sites, traced.jaxpr, traced.matched, tables)
+    lowered = Lowered(StepLayout(MeshContext(mesh), draft.sites), traced.jaxpr, traced.matched, tables)
     programs = Programs(
         recipe,
         mesh,

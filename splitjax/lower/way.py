@@ -13,13 +13,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jax.sharding import Mesh
-
 from splitjax import _compat
 from splitjax.errors import Refusal
 from splitjax.lower.boundary import Twin, expand, is_boundary
 from splitjax.lower.products.interpret import BoundaryHook, EvalForward
-from splitjax.lower.products.layout import StepLayout
+from splitjax.lower.products.layout import SiteLayout, StepLayout
 from splitjax.plan import BoundaryPlan, Plan
 from splitjax.primitives.walk import Site, equation_at
 from splitjax.trace.graph import Graph
@@ -29,15 +27,14 @@ from splitjax.trace.graph import Graph
 class LoweredStep:
     """Holds what is known of the step around a boundary: what every choice of a way asks.
 
-    - `graph`, `plan`: of the step. `mesh`: the mesh that the plan is for.
-    - `layout`: the plan's constraints and exchanges by site.
+    - `graph`, `plan`: of the step.
+    - `sites`: the plan's constraints and exchanges by site.
     - `twin_of`: finds a boundary in a trace with another number of examples, as `make_twin` makes it.
     """
 
     graph: Graph
-    mesh: Mesh
     plan: Plan
-    layout: StepLayout
+    sites: SiteLayout
     twin_of: Twin
 
     @property

@@ -13,7 +13,7 @@ from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
 from splitjax.lower.products.constraints import derive_constraints
 from splitjax.lower.products.exchange import derive_exchanges, weight_uses
-from splitjax.lower.products.layout import SiteDecisions, StepLayout
+from splitjax.lower.products.layout import SiteDecisions, SiteLayout
 from splitjax.lower.products.remedies import (
     apply_remedies,
     check_orders,
@@ -53,8 +53,7 @@ def constrain(draft: Draft) -> Draft:
     constraints = (*constraints, *around, *remedies.constraints)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
     exchanges = derive_exchanges(*arguments)
-    sites = StepLayout.of(
-        draft.mesh,
+    sites = SiteLayout.of(
         (*constraints, *pin_gradients(graph, layout.leaves)),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),

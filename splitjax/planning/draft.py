@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.lower.boundary import Twin
 from splitjax.lower.partial.step import PartialStep
-from splitjax.lower.products.layout import StepLayout
+from splitjax.lower.products.layout import SiteLayout
 from splitjax.lower.strategies import StepWays
 from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.lower.tables.sync_request import SyncRequest
@@ -104,7 +103,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     gathered: tuple[str, ...] = ()
-    sites: StepLayout | None = None
+    sites: SiteLayout | None = None
     group_comm: str = "gather"
     in_turns: Mapping[Site, InTurns] = dataclasses.field(default_factory=dict)
     partial: PartialStep | None = None
@@ -148,8 +147,7 @@ class Draft:
     def lowered_step(self) -> LoweredStep:
         """The step as those see it who choose how its gradient boundaries run."""
         assert self.sites is not None, "boundaries are looked at once the layout and its constraints are decided"
-        # Of its mesh, choices read axes and sizes; whoever evaluates them brings the devices.
-        return LoweredStep(self.graph, cast(Mesh, self.mesh), self.decided, self.sites, self.twin_of)
+        return LoweredStep(self.graph, self.decided, self.sites, self.twin_of)
 
     @functools.cached_property
     def twin_of(self) -> Twin:

@@ -151,7 +151,7 @@ class DispatchedStep:
 
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
         """Constrains how a value lies over the axes of the workers."""
-        if set(self.step.axes) >= set(self.lowered.mesh.axis_names):
+        if set(self.step.workers.axes) >= set(self.lowered.mesh.axis_names):
             return jax.lax.with_sharding_constraint(value, NamedSharding(self.lowered.mesh, spec))
         # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the
         # former can.
@@ -160,7 +160,7 @@ class DispatchedStep:
             mesh=self.lowered.mesh,
             in_specs=spec,
             out_specs=spec,
-            axis_names=frozenset(self.step.axes),
+            axis_names=frozenset(self.step.workers.axes),
             check_vma=False,
         )(value)
 

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.flow import Axes
-from splitjax.lower.products.groups import MeshContext, scope
+from splitjax.lower.products.groups import scope
+from splitjax.lower.products.mesh_context import MeshContext
 from splitjax.mesh import MeshShape
 
 Shape = tuple[int, ...]

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.flow import Axes
 from splitjax.cost.transforms import LocalTransform
-from splitjax.lower.products.groups import MeshContext, scope
+from splitjax.lower.products.groups import scope
+from splitjax.lower.products.mesh_context import MeshContext
 from splitjax.mesh import MeshShape
 
 
