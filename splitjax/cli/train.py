@@ -48,6 +48,10 @@ COLUMNS = (
     "eval_auc",
     "seconds",
     "examples_per_second",
+    "step_seconds_p50",
+    "step_seconds_p99",
+    "slowest_rank",
+    "slowest_own_seconds",
 )
 
 

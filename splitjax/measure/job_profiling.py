@@ -94,7 +94,7 @@ def profile_job(
     request.check(place)
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
-    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound))
+    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound, mesh=mesh))
     planned = workers_of(entry.plan, gathers=True)
     if planned.mesh.num_devices != planned.num_workers:
         raise ProfileError(

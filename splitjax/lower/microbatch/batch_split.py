@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.lower.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
@@ -53,7 +53,7 @@ class Split:
 
     num_microbatches: int
     workers: Workers
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
     @functools.cached_property
     def axes(self) -> tuple[tuple[str, int], ...]:

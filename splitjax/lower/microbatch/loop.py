@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Bind, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import Split
@@ -51,7 +51,7 @@ class PreparedBoundary:
         """Returns the relation of the value `v` to the examples."""
         return self.analysis.infos[v]
 
-    def placed(self, mesh: Mesh, bind: Bind, island_bind: Bind) -> PreparedBoundary:
+    def placed(self, mesh: Mesh | AbstractMesh, bind: Bind, island_bind: Bind) -> PreparedBoundary:
         """Returns the same boundary on a mesh.
 
         **Arguments:** `mesh`: of the evaluation; the boundary was prepared without devices. `bind`, `island_bind`:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Env
 from splitjax.lower.microbatch.batch_split import Split
@@ -71,7 +71,7 @@ class RunnableLoops(Protocol):
         ...
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The mesh that they lie on."""
         ...
 
@@ -197,7 +197,7 @@ class WorkerLoops:
         return self.job.islands.axes if self.job.islands else ()
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The mesh of the workers."""
         assert self.split.mesh is not None, "workers along manual axes are on a mesh"
         return self.split.mesh
@@ -272,7 +272,7 @@ def over_places(
     run: Callable[..., Any],
     out_specs: Any,
     extra_specs: tuple[Any, ...] = (),
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable[..., Any]:
     """Returns `run(inputs, *extra)` as a `shard_map` over the workers of `places`.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.errors import PartialError, Refusal
 from splitjax.lower.boundary import Boundary, boundary_of
@@ -70,7 +70,7 @@ class OwnLoss:
     island_axes: tuple[str, ...] = ()
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The whole mesh."""
         return self.layout.mesh
 

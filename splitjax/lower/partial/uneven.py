@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
@@ -156,7 +156,7 @@ class Balanced:
         return self.places.workers
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The whole mesh."""
         return self.places.mesh
 

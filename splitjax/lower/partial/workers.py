@@ -21,6 +21,7 @@ from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.rows import Capture, Captured, Given, RowPrograms, Specs
 from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncated import PartialWays
+from splitjax.mesh import with_devices
 
 
 class JittedProgram(Protocol):
@@ -129,7 +130,8 @@ class DispatchedStep:
             return captured[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
-        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, self.lowered.mesh, types)
+        mesh = with_devices(self.lowered.mesh, "programs of single workers")
+        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, mesh, types)
 
     def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
         """Evaluates the step as far as its boundary, and gives what crosses into the boundary's loops."""

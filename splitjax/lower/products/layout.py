@@ -1,7 +1,7 @@
 """Holds what a plan decides about a step's operations, by site: the `SiteLayout` that planning makes.
 
 The plan's constraints and the products whose collectives are written out come in, in any order; a `SiteLayout` comes
-out. With a mesh that has devices it is a `StepLayout`, in which evaluation (`lower.products.interpret`) looks an
+out. With a mesh to run or to lower on it is a `StepLayout`, in which evaluation (`lower.products.interpret`) looks an
 operation up by its site.
 """
 
@@ -115,7 +115,7 @@ class SiteLayout:
 class StepLayout:
     """Holds what evaluation needs to know of a step: what its plan decides by site, and where it is evaluated.
 
-    - `where`: the mesh with its devices, and the axes of a surrounding `shard_map`: within such, shardings refer to the
+    - `where`: the mesh, and the axes of a surrounding `shard_map`: within such, shardings refer to the
       mesh in context.
     - `sites`: what the plan decides.
     - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
@@ -126,7 +126,7 @@ class StepLayout:
     rematerialised: bool = False
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The mesh of the step."""
         return self.where.mesh
 

@@ -7,24 +7,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
+
+from splitjax.mesh import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshContext:
     """Says where something is evaluated.
 
-    - `mesh`: of the step, with its devices.
+    - `mesh`: of the step, with its devices; an abstract one where a step is lowered for devices that are not there.
     - `manual`: the axes of it that a surrounding `shard_map` handles.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     manual: tuple[str, ...] = ()
 
     @property
     def platform(self) -> str:
         """The platform of the devices, such as `cpu`."""
-        return self.mesh.devices.flat[0].platform
+        return platform_of(self.mesh)
 
     def left(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes` that no surrounding `shard_map` handles, in their order."""

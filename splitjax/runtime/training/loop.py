@@ -13,7 +13,6 @@ for the host.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -29,6 +28,7 @@ from splitjax.runtime.training.metrics import StepObserver
 from splitjax.runtime.training.profiling import Profile
 from splitjax.runtime.training.stepping import as_loop_step, stored_state
 from splitjax.runtime.training.stopping import StopRequest
+from splitjax.runtime.training.tracking import Tracker
 
 
 class Saves(Protocol):
@@ -129,34 +129,39 @@ def train(
     Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is
     not finite (before that state is saved) or the batches end early, and what `step` and `checkpoints` raise.
     """
-    loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, ledger or Ledger(None), learning_rates)
+    tracker = Tracker(ledger or Ledger(None))
+    loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, tracker, learning_rates)
     loop_step, feed = as_loop_step(step, state), Feed(batches, first_step - 1)
     profile = profile or Profile()
     number, stopped, position = first_step - 1, False, None
-    loop.ledger.started(first_step)
+    tracker.ledger.started(first_step)
     try:
-        while number < options.num_steps and not stopped:
-            with loop.ledger.during("input"):
-                position, batch = _next(feed, number, options)
-            number += 1
-            compiling = number == first_step
-            with profile.step(number), loop.ledger.during("compile") if compiling else contextlib.nullcontext():
-                state, metrics = loop_step(state, batch)
-                if compiling:
-                    jax.block_until_ready(metrics)
-            profile.step_done(metrics)
-            loop.dispatched(number, metrics)
-            stopped = stop is not None and stop.after(number)
-            last = stopped or number == options.num_steps
-            if evaluate is not None and _due(number, options.evaluate_every, number == options.num_steps):
-                loop.evaluated(evaluate, state)
-            if checkpoints is not None and _due(number, options.checkpoint_every, last):
-                loop.save(number, state, position, wait=last)
-            loop.ledger.step_done(number)
-        loop.drain()
+        with tracker:
+            while number < options.num_steps and not stopped:
+                with tracker.during("input", number + 1):
+                    position, batch = _next(feed, number, options)
+                number += 1
+                compiling = number == first_step
+                with profile.step(number), tracker.during("compile") if compiling else tracker.dispatching():
+                    state, metrics = loop_step(state, batch)
+                    if compiling:
+                        with tracker.waiting(f"results of step {number}"):
+                            jax.block_until_ready(metrics)
+                profile.step_done(metrics)
+                loop.dispatched(number, metrics)
+                if stop is not None:
+                    with tracker.waiting("whether to stop"):
+                        stopped = stop.after(number)
+                last = stopped or number == options.num_steps
+                if evaluate is not None and _due(number, options.evaluate_every, number == options.num_steps):
+                    loop.evaluated(evaluate, state)
+                if checkpoints is not None and _due(number, options.checkpoint_every, last):
+                    loop.save(number, state, position, wait=last)
+                tracker.ledger.step_done(number)
+            loop.drain()
     finally:
         profile.close()
-        loop.ledger.flush()
+        tracker.ledger.flush()
     return TrainingOutcome(state, number, stopped and number < options.num_steps, loop.row)
 
 
@@ -187,7 +192,7 @@ class _Loop:
         checkpoints: Saves | None,
         extra: dict[str, Any],
         observers: Sequence[StepObserver],
-        ledger: Ledger,
+        tracker: Tracker,
         learning_rates: Sequence[float] | None,
     ):
         self.step, self.options, self.checkpoints, self.extra, self.observers = (
@@ -197,7 +202,7 @@ class _Loop:
             extra,
             observers,
         )
-        self.ledger, self.learning_rates = ledger, learning_rates
+        self.tracker, self.learning_rates = tracker, learning_rates
         self.row: dict[str, Any] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._evaluation: dict[str, float] = {}
@@ -219,8 +224,9 @@ class _Loop:
 
     def evaluated(self, evaluate: Callable[[Any], Mapping[str, float]], state: Any) -> None:
         if self._pending is not None:
-            jax.block_until_ready(self._pending[1])  # so that its time is not counted as the evaluation's
-        with self.ledger.during("evaluate"):
+            with self.tracker.waiting(f"results of step {self._pending[0]}"):
+                jax.block_until_ready(self._pending[1])  # so that its time is not counted as the evaluation's
+        with self.tracker.during("evaluate"):
             self._evaluation = {f"eval_{name}": float(value) for name, value in evaluate(state).items()}
 
     def save(self, number: int, state: Any, position: Any, wait: bool) -> None:
@@ -235,7 +241,7 @@ class _Loop:
             **{k: v for k, v in self.row.items() if k == "accuracy"},
         }
         assert self.checkpoints is not None
-        with self.ledger.during("checkpoint"):
+        with self.tracker.during("checkpoint"):
             self.checkpoints.save(
                 number,
                 stored_state(self.step, state),
@@ -247,7 +253,9 @@ class _Loop:
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
+        with self.tracker.waiting(f"results of step {number}"):
+            values = {name: float(value) for name, value in metrics.items()}
+        self.tracker.recorder.completed(number)
         now = time.perf_counter()
         seconds, self._told = now - self._told, now
         if not math.isfinite(values["loss"]) and not self.options.allow_nonfinite:
@@ -270,6 +278,7 @@ class _Loop:
             **self._evaluation,
             "seconds": seconds,
             "examples_per_second": self.options.batch_size / seconds,
+            **self.tracker.times_row(),
         }
         self._evaluation = {}
         for observer in self.observers:
