@@ -16,6 +16,7 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.programs import Programs
 from splitjax.lower.partial.depth_schedule import scheduled_programs
 from splitjax.lower.partial.lowered import Lowered
+from splitjax.lower.strategies import CHOOSER, StepWays
 from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.passes import draft_step, with_tables
@@ -38,7 +39,7 @@ def begin(recipe: Recipe, mesh: Mesh, traced: Traced, layouts: Mapping[str, Leaf
 
     **Arguments:** `recipe`, `mesh`, `traced`: as for `build_entry`. `layouts`: by path, the layout of the training step
     that an evaluation follows; None for a training step."""
-    return draft_step(traced, mesh, plan_request(recipe, mesh.devices.flat[0].platform, layouts))
+    return draft_step(traced, mesh, plan_request(recipe, mesh.devices.flat[0].platform, layouts), CHOOSER)
 
 
 def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] | None = None) -> PlanRequest:
@@ -61,7 +62,8 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
 
 def compile_draft(recipe: Recipe, mesh: Mesh, draft: Draft) -> CompiledEntry:
     """Builds the entry of a `draft` that went through all passes. `recipe`, `mesh`: as for `build_entry`."""
-    assert draft.sites is not None and draft.ways is not None, "a draft went through all passes before it is compiled"
+    assert draft.sites is not None, "a draft went through all passes before it is compiled"
+    assert isinstance(draft.ways, StepWays), "its boundaries run as lowering chose"
     plan, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
