@@ -281,19 +281,11 @@ class ParallelStep(Generic[P, R]):
         `BatchError` for a batch that does not divide; see docs/scheduler.md.
         """
         args = positional(self._recipe.fn, args, kwargs)
-        from splitjax.measure.job_profiling import profile_job  # the scheduler is loaded when it is first used
+        # The scheduler is loaded when it is first used.
+        from splitjax.measure.job_profiling import JobRequest, profile_job
 
-        return profile_job(
-            self._recipe,
-            self.mesh,
-            self._states.check,
-            args,
-            name=name,
-            num_workers=num_workers,
-            link=link,
-            input_seconds=input_seconds,
-            stages=stages,
-        )
+        request = JobRequest(name, num_workers, link, input_seconds, stages)
+        return profile_job(self._recipe, self.mesh, self._states.check, args, request)
 
     def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
         """The advice from calls given by their arguments."""

@@ -34,17 +34,48 @@ from splitjax.sync.scheme import Link
 _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whole
 
 
+@dataclasses.dataclass(frozen=True)
+class JobRequest:
+    """Says what a job's profile is of, besides the call.
+
+    - `name`: of the job; None for that of the step.
+    - `num_workers`: among how many workers the batch is divided; None for the plan's.
+    - `link`: between workers; None measures that of the mesh.
+    - `input_seconds`: what making a batch takes a processor, in seconds an iteration.
+    - `stages`: whether the profile has seconds by resource; None to decide by whether they matter.
+    """
+
+    name: str | None = None
+    num_workers: int | None = None
+    link: Link | None = None
+    input_seconds: float = 0.0
+    stages: bool | None = None
+
+    def check(self, place: str) -> None:
+        """Raises `ProfileError`, which names `place`, for a number of workers, a link or a time that cannot be."""
+        check_number(self.num_workers, place)
+        if self.link is not None and not isinstance(self.link, Link):
+            raise ProfileError(
+                "link is a link between workers",
+                value=self.link,
+                place=place,
+                remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
+            )
+        if not 0 <= self.input_seconds < math.inf:
+            raise ProfileError(
+                "input takes a time of 0 or more",
+                value=self.input_seconds,
+                place=place,
+                remedy="give seconds an iteration",
+            )
+
+
 def profile_job(
     recipe: Recipe,
     mesh: Mesh,
     check: Callable[[tuple[Any, ...]], object],
     args: tuple[Any, ...],
-    *,
-    name: str | None,
-    num_workers: int | None,
-    link: Link | None,
-    input_seconds: float,
-    stages: bool | None,
+    request: JobRequest,
 ) -> JobProfile:
     """Profiles a call of a step as a job. In a run of several processes all of them make the call together; what
     process 0 timed counts.
@@ -53,28 +84,13 @@ def profile_job(
 
     - `recipe`: the step. `mesh`: its devices.
     - `check`: raises for the arguments of a call whose state is gone. `args`: the positional arguments of the call.
-    - `name`: the name of the job; None for that of the step.
-    - `num_workers`: among how many workers the batch is divided; None for the plan's.
-    - `link`: the link between workers; None measures that of the mesh.
-    - `input_seconds`: what making a batch takes a processor, in seconds an iteration.
-    - `stages`: whether the profile has seconds by resource; None to decide by whether they matter.
+    - `request`: what the profile is of, besides.
 
     Raises `ProfileError` for a step without one gradient boundary, whose layers are split over devices, or arguments
     without values; `BatchError` for a batch that does not divide.
     """
     place = f"{recipe.name}.job_profile"
-    check_number(num_workers, place)
-    if link is not None and not isinstance(link, Link):
-        raise ProfileError(
-            "link is a link between workers",
-            value=link,
-            place=place,
-            remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
-        )
-    if not 0 <= input_seconds < math.inf:
-        raise ProfileError(
-            "input takes a time of 0 or more", value=input_seconds, place=place, remedy="give seconds an iteration"
-        )
+    request.check(place)
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
     entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound))
@@ -86,7 +102,7 @@ def profile_job(
             place=place,
             remedy='profile it over data alone: rules="data_parallel", or a mesh with a data axis only',
         )
-    workers = entry.plan.mesh.size(axes) if num_workers is None else int(num_workers)
+    workers = entry.plan.mesh.size(axes) if request.num_workers is None else int(request.num_workers)
     num_examples = check_examples(entry, workers, place)
     try:
         site = find_boundary(entry.graph, entry.jaxpr, place)
@@ -114,18 +130,19 @@ def profile_job(
     fractions, _ = stages_of(entry.graph, entry.jaxpr, site, recipe.backprop)
     state_bytes, kept_bytes = _kept_bytes(entry, workers)
     depths = _depths(fractions, cuts, costs, microbatches, kept_bytes)
-    exchange = _exchange_seconds(entry, mesh, axes, workers, depths[0].gradient_bytes, link)
+    exchange = _exchange_seconds(entry, mesh, axes, workers, depths[0].gradient_bytes, request.link)
     compute = microbatches * costs.forward_seconds + depths[0].backward_seconds + costs.update_seconds
     # input that takes longer than the rest cannot hide behind it
-    exposed = exchange + max(0.0, input_seconds - compute - exchange)
-    name = recipe.name if name is None else name
+    exposed = exchange + max(0.0, request.input_seconds - compute - exchange)
+    name = recipe.name if request.name is None else request.name
     profile = JobProfile(
         name, microbatches * costs.forward_seconds, depths, exposed, state_bytes, update_seconds=costs.update_seconds
     )
-    if stages is None:  # where the device is what jobs compete for, seconds of other resources decide nothing
-        stages = max(exchange, input_seconds) > profile.partial_seconds(workers)
-    by_resource = Stages(cpu_seconds=input_seconds, device_seconds=compute, network_seconds=exchange)
-    return dataclasses.replace(profile, stages=by_resource) if stages else profile
+    has_stages = request.stages
+    if has_stages is None:  # where the device is what jobs compete for, seconds of other resources decide nothing
+        has_stages = max(exchange, request.input_seconds) > profile.partial_seconds(workers)
+    by_resource = Stages(cpu_seconds=request.input_seconds, device_seconds=compute, network_seconds=exchange)
+    return dataclasses.replace(profile, stages=by_resource) if has_stages else profile
 
 
 def _kept_bytes(entry: CompiledEntry, workers: int) -> tuple[int, int]:
