@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.lower import boundary, gradient
+from splitjax.lower import gradient
 from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, local_examples
 
 
