@@ -138,8 +138,8 @@ def train(
     **Returns** an `TrainingOutcome`. A run that is asked to stop has saved when this returns.
 
     Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss or
-    the state are not finite (before that state is saved), when there were too many setbacks or the batches end early, and
-    what `step` and `checkpoints` raise.
+    the state are not finite (before that state is saved), when there were too many setbacks, when the batches end
+    early, and what `step` and `checkpoints` raise.
     """
     tracker = Tracker(ledger or Ledger(None))
     guard = guard or NumberGuard(NumberOptions(allow_nonfinite=options.allow_nonfinite))
