@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overlo
 import jax
 import jax.numpy as jnp
 
+from splitjax import _compat
 from splitjax._filtered_call import Call
 from splitjax.compile.entry import CompileRecord
 from splitjax.compile.session import Session
@@ -78,8 +79,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         self._log = CallLog()
 
     @functools.cached_property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The mesh, made when it is first needed."""
+    def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+        """The mesh as it was given, or made of its sizes when it is first needed."""
         return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
 
     @property
@@ -99,6 +100,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))
 
+    @_compat.outside_mesh
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Runs one call, made in `frame`."""
         if kwargs or self._keyword_only:
@@ -121,6 +123,12 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """The plan for these arguments (abstract ones will do): prints as a table, renders in Jupyter."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.plan(*call.args)
+
+    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The `NamedSharding` of every array of these arguments (abstract ones will do): one pytree per argument, an
+        `nnx.State` in place of each NNX object, None in place of what is static."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return self._arranged(call, call.step.shardings(*call.args))
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
@@ -244,6 +252,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         for step in self._steps.values():
             step.resume(carried)
 
+    @_compat.outside_mesh
     def init(self, make_fn: Callable[..., S], *make_args: Any, example: Sequence[Any]) -> S:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its
         results', so that no device ever holds the whole.
@@ -261,6 +270,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
         return cast("S", states[0] if single else states)
 
+    @_compat.outside_mesh
     def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """Describes the states that `make_fn(*make_args)` makes: `ShapeDtypeStruct`s with shardings for arrays, for
         one's own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
@@ -356,6 +366,10 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     @abc.abstractmethod
     def _pack(self, args: tuple) -> Call:
         """Takes a call's arguments apart."""
+
+    @abc.abstractmethod
+    def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arranges the plain step's shardings by the user's arguments."""
 
     @abc.abstractmethod
     def _unpack(self, call: Call, result: Any) -> Any:

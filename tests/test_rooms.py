@@ -20,6 +20,7 @@ ROOMS = (
     "_files",
     "_registry",
     "codec",
+    "search",
     "_static",
     "mesh",
     "display",

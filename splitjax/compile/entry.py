@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from splitjax import _compat
 from splitjax.compile.programs import StepProgram
@@ -107,7 +107,7 @@ class CompiledEntry:
 
     **Attributes:**
 
-    - `traced`: the call that it was built for, traced. `mesh`: the devices.
+    - `traced`: the call that it was built for, traced. `mesh`: the user's, on which arrays come and go.
     - `plan`: the plan of the step.
     - `jitted`: the program, which takes the step's positional arguments; with partial backpropagation, the programs by
       number of the step.
@@ -122,7 +122,7 @@ class CompiledEntry:
     traced: Traced
     plan: Plan
     jitted: StepProgram | ScheduledPrograms
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     sparse: SparseStep | None = None
     observes: bool = False
     is_decided: bool = False
@@ -203,7 +203,7 @@ class CompiledEntry:
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 
 
-def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple[Any, ...]) -> Exception:
+def trace_error(error: Exception, recipe: Recipe, mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> Exception:
     """Returns the typed error for what `jax.jit` says where arguments live where the plan does not want them; any other
     `error` as it is. `recipe`, `mesh`: the step that was called; `args`: its arguments, which do not matter."""
     text = str(error)

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
+from splitjax.mesh import with_devices
 from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
@@ -26,7 +27,7 @@ EntryFor = Callable[[Arguments], CompiledEntry]  # the entry of a step for posit
 def init_state(
     entry_for: EntryFor,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     init_fn: Callable[..., Any],
     init_args: Arguments,
     example: Sequence[Any],
@@ -39,7 +40,8 @@ def init_state(
     - `init_fn`, `init_args`: `init_fn(*init_args)` makes the state, or a tuple of all states in `state_argnums` order.
     - `example`: all arguments of the step that are no states, in order: arrays or `ShapeDtypeStruct`s.
 
-    Raises `StateError` where states or example are not as many as the step takes."""
+    Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
+    with_devices(mesh, f"{recipe.name}.init")
     _, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
 
     def create(*args: Any) -> Any:
@@ -54,7 +56,7 @@ def init_state(
 def abstract_state(
     entry_for: EntryFor,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     init_fn: Callable[..., Any],
     init_args: Arguments,
     example: Sequence[Any],
@@ -65,11 +67,14 @@ def abstract_state(
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
-def place_state(entry_for: EntryFor, recipe: Recipe, mesh: Mesh, states: Arguments, example: Sequence[Any]) -> Any:
+def place_state(
+    entry_for: EntryFor, recipe: Recipe, mesh: Mesh | AbstractMesh, states: Arguments, example: Sequence[Any]
+) -> Any:
     """Copies `states`, in `state_argnums` order, to where the plan wants them (`ParallelStep.place`). `entry_for`,
     `recipe`, `mesh`, `example`: as for `init_state`. Returns the state, or the tuple of all states.
 
-    Raises `StateError` where states or example are not as many as the step takes."""
+    Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
+    with_devices(mesh, f"{recipe.name}.place")
     numbers = recipe.options.state_argnums
     if len(states) != len(numbers):
         raise StateError(
@@ -108,7 +113,7 @@ def unshare(args: Arguments, state_argnums: Sequence[int]) -> Arguments:
 def _planned(
     entry_for: EntryFor,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     init_fn: Callable[..., Any],
     init_args: Arguments,
     example: Sequence[Any],
@@ -129,7 +134,7 @@ def _planned(
     return strong, shardings[0] if single else type(abstract)(shardings)
 
 
-def _shardings(entry: CompiledEntry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:
+def _shardings(entry: CompiledEntry, recipe: Recipe, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     """Returns the plan's shardings of every state, as a pytree each."""
     out = []
     for number in recipe.options.state_argnums:

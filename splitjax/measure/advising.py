@@ -89,7 +89,9 @@ def advise_calls(
         check(args)
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
-            measuring = _Measuring.of(build_entry(plain, mesh, trace_step(plain, bound)), mesh, backprop, place)
+            measuring = _Measuring.of(
+                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), mesh, backprop, place
+            )
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(
                 "the batches have different shapes",

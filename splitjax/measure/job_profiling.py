@@ -93,7 +93,7 @@ def profile_job(
     request.check(place)
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
-    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound))
+    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound, mesh=mesh))
     axes = worker_axes(entry.graph, entry.plan)
     if entry.plan.mesh.num_devices != entry.plan.mesh.size(axes):
         raise ProfileError(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import jax
 
+    from splitjax.mesh import MeshSizes
     from splitjax.partial.request import PartialBackprop
     from splitjax.plan import Plan
     from splitjax.rules import RuleSet
@@ -49,7 +50,7 @@ Positions: TypeAlias = int | Sequence[int]
 class ParallelizeOptions(TypedDict, total=False):
     """The keywords of the decorators; `splitjax.parallelize` says what each means."""
 
-    mesh: jax.sharding.Mesh | Mapping[str, int] | None
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None
     rules: RuleSetName | str | os.PathLike[str] | RuleSet
     group_comm: GroupComm
     sync: SyncName | Scheme | ByRows | Mapping[str, SyncName | Scheme | ByRows]
