@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from splitjax.lower.workers import Workers
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 
 

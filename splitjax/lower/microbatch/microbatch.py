@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.accumulate import Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
@@ -32,8 +31,9 @@ from splitjax.lower.microbatch.islands import Archipelago, Request, find_island,
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, mark
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
-from splitjax.lower.workers import Workers
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import EXAMPLES, LATER, Batch, Info, Reason
+from splitjax.step.boundary import Boundary, boundary_of
 
 
 def local_examples(num_examples: int, num_microbatches: int, workers: Workers) -> int | Refusal:

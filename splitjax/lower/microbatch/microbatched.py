@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Any
 
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import boundary_forward
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
@@ -24,11 +23,13 @@ from splitjax.lower.microbatch.microbatch import (
 from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
 from splitjax.lower.products.groups import Copies
 from splitjax.lower.products.interpret import evaluate_equation
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.products.mesh_context import MeshContext
-from splitjax.lower.way import BoundaryCall, LoweredStep, Whole, example_dim
-from splitjax.lower.workers import Workers
+from splitjax.lower.way import Whole
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.ways import BoundaryCall, DecidedStep, example_dim
+from splitjax.planning.workers import Workers
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import boundary_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Microbatched:
 
 
 def microbatched(
-    step: LoweredStep, eqn: Any, site: Site, number: int, workers: Workers
+    step: DecidedStep, eqn: Any, site: Site, number: int, workers: Workers
 ) -> Microbatched | Whole | Refusal:
     """Prepares a boundary to run in microbatches.
 
@@ -81,7 +82,7 @@ def microbatched(
 
 
 def uneven_jobs(
-    step: LoweredStep, eqn: Any, site: Site, shares: Collection[int], workers: Workers
+    step: DecidedStep, eqn: Any, site: Site, shares: Collection[int], workers: Workers
 ) -> dict[int, PreparedBoundary] | Refusal:
     """Prepares a boundary for workers that have different numbers of examples.
 
@@ -105,7 +106,7 @@ def uneven_jobs(
 
 
 def _prepared(
-    step: LoweredStep, eqn: Any, site: Site, number: int, workers: Workers, size: int, share: int | None = None
+    step: DecidedStep, eqn: Any, site: Site, number: int, workers: Workers, size: int, share: int | None = None
 ) -> PreparedBoundary | Refusal | None:
     """Prepares the boundary `eqn` at `site` to run in `number` microbatches of `size` traced examples. `share`: the
     examples of the place, where places have different numbers of them."""
@@ -139,7 +140,7 @@ def placed(job: PreparedBoundary, call: BoundaryCall) -> PreparedBoundary:
 
 
 def _islands(
-    step: LoweredStep, eqn: Any, site: Site, number: int, workers: Workers, share: int | None
+    step: DecidedStep, eqn: Any, site: Site, number: int, workers: Workers, share: int | None
 ) -> Request | Refusal | None:
     """Returns what a loop is told of replicated layers whose examples are over the axes that split other layers; None
     where there are none. `share`: the examples of the place, where places have different numbers of them."""

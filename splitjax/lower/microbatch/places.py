@@ -21,7 +21,7 @@ from splitjax.lower.microbatch.accumulate import Env
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.liveness import WHOLE
 from splitjax.lower.microbatch.worker_loop import AnalysedBoundary, Contribution
-from splitjax.lower.workers import Workers
+from splitjax.planning.workers import Workers
 
 REPLICATED: PartitionSpec = PartitionSpec()
 # ((loss, sums, gradients), unsummed gradients of islands, rows): of one worker, or of all together.

@@ -24,7 +24,7 @@ from splitjax.lower.microbatch.liveness import WHOLE
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution
-from splitjax.lower.workers import Workers
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 
 

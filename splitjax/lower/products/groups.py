@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
-from splitjax.lower.products.mesh_context import MeshContext
+from splitjax.planning.sites.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
+from splitjax.planning.sites.mesh_context import MeshContext
 
 CopiesKey = tuple[int, str, tuple[str, ...], int, int]  # as `copies_key` makes it
 Copies = dict[CopiesKey, tuple[jax.Array, jax.Array]]  # gathered activations: (what was gathered, its copies)

@@ -26,8 +26,8 @@ from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.flow import Axes
 from splitjax.lower.products.groups import scope
-from splitjax.lower.products.mesh_context import MeshContext
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.mesh_context import MeshContext
 
 Shape = tuple[int, ...]
 

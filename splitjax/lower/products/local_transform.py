@@ -25,8 +25,8 @@ from splitjax import _compat
 from splitjax.cost.flow import Axes
 from splitjax.cost.transforms import LocalTransform
 from splitjax.lower.products.groups import scope
-from splitjax.lower.products.mesh_context import MeshContext
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.mesh_context import MeshContext
 
 
 @dataclasses.dataclass(frozen=True)

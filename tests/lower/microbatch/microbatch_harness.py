@@ -10,11 +10,12 @@ from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.lower import boundary, gradient
+from splitjax.lower import gradient
 from splitjax.lower.microbatch.accumulate import plain_bind
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
-from splitjax.lower.workers import Workers
 from splitjax.mesh import MeshShape
+from splitjax.planning.workers import Workers
+from splitjax.step.boundary import expand, is_boundary
 
 
 def make_mesh(**axes):
@@ -53,14 +54,14 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
         for eqn, twin in zip(inner.eqns, local_jaxpr.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
-            if boundary.is_boundary(eqn):
+            if is_boundary(eqn):
                 dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]
                 loop = Accumulation(dims, twin.params["forward"], num, workers)
                 job = prepare(eqn.params, loop) if num > 1 or workers.axes else None
                 if isinstance(job, Refusal):
                     raise job.error()
                 if job is None:
-                    results = boundary.expand(eqn.params, operands)
+                    results = expand(eqn.params, operands)
                 else:
                     job = job.placed(mesh, bind or plain_bind, plain_bind)
                     results = job.results(operands, eqn.params["positions"], {}, ())

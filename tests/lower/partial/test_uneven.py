@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from splitjax.lower.partial.uneven import UnevenSplit
-from splitjax.lower.workers import Workers
 from splitjax.mesh import MeshShape
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 
 SHARES = (5, 2, 1)

@@ -13,16 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from splitjax.errors import PartialError
-from splitjax.lower.boundary import boundary_of
-from splitjax.lower.partial.truncation import Truncation
-from splitjax.lower.workers import Workers, workers_of
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import BackpropStages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
+from splitjax.planning.workers import Workers, workers_of
 from splitjax.primitives.walk import Site, boundaries, equation_at
+from splitjax.step.boundary import boundary_of
 from splitjax.trace.graph import Graph
 
 
@@ -74,15 +73,10 @@ class PartialStep:
         by_param = {self.params[position]: segment for position, segment in own.items()}
         return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
 
-    def truncation(self, platform: str, eqn: Any, more: Sequence[str], cycle_step: Any) -> Truncation:
-        """Says how the boundary is truncated in a step.
-
-        **Arguments:** `platform`: of the devices. `eqn`, `more`: as for `segments_for`. `cycle_step`: i32[], the step's
-        number in the cycle of the depths.
-        """
-        params = {**self.params, **self._further(eqn, more)}
-        segments = self.segments_for(eqn, more)
-        return Truncation(self.depths, segments, params, self.workers, platform, cycle_step, self.examples)
+    def params_for(self, eqn: Any, more: Sequence[str] = ()) -> dict[int, str]:
+        """Gives the path of the parameter by the position of a differentiated operand. `eqn`, `more`: as for
+        `segments_for`."""
+        return {**self.params, **self._further(eqn, more)}
 
     def _further(self, eqn: Any, more: Sequence[str]) -> dict[int, str]:
         """Gives the parameter by the position of a further operand."""
