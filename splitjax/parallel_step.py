@@ -301,7 +301,8 @@ class ParallelStep(Generic[P, R]):
         """The advice from calls given by their arguments."""
         from splitjax.measure.advising import advise_calls
 
-        return advise_calls(self._recipe, self._programs.inside, self._states.check, calls, backprop, link)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.advise")
+        return advise_calls(self._recipe, mesh, self._states.check, calls, backprop, link)
 
     @_compat.outside_mesh
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:

@@ -23,6 +23,7 @@ from splitjax.errors import PartialError, ProfileError
 from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
+from splitjax.mesh import inside_mesh
 from splitjax.partial.stages import BackpropStages as Cuts
 from splitjax.primitives.walk import equation_at
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
@@ -82,7 +83,7 @@ def profile_job(
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone. `args`: the positional arguments of the call.
     - `request`: what the profile is of, besides.
 
@@ -94,7 +95,7 @@ def profile_job(
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
     entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound, mesh=mesh))
-    axes = worker_axes(entry.graph, entry.plan)
+    mesh, axes = inside_mesh(mesh), worker_axes(entry.graph, entry.plan)
     if entry.plan.mesh.num_devices != entry.plan.mesh.size(axes):
         raise ProfileError(
             "a job's workers are whole devices, and the step splits layers over devices",
