@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
-from splitjax.lower.products.layout import named_sharding
 from splitjax.mesh import with_devices
+from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
 from splitjax.step.traced import naming_axes

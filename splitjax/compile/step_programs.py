@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.compile.building import begin, compile_draft
@@ -31,6 +32,9 @@ from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link
+
+# What `jax.monitoring` is told when a plan begins to be made: whoever watches a run knows that it takes a while.
+BUILD_EVENT = "/splitjax/build"
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -200,6 +204,7 @@ class StepPrograms:
     ) -> CompiledEntry:
         """Builds the entry for a signature, and records why. `decision`, `carried`, `observes`: what is known of its
         tables, as in `KnownTables`. The step is traced and laid out for the first entry of a signature alone."""
+        jax.monitoring.record_event(BUILD_EVENT)
         started = time.perf_counter()
         draft = self._drafts.get(bound.signature)
         if draft is None:

@@ -19,8 +19,6 @@ from jax.sharding import Mesh
 from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
-from splitjax.lower.partial.allreduce import handing, in_groups
-from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
 from splitjax.measure.profiling import OnDevice, check_examples
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs, temporary_bytes
 from splitjax.measure.worker_noise import WorkerNoise
@@ -33,6 +31,7 @@ from splitjax.partial.advice import (
     StageAdvice,
 )
 from splitjax.partial.balance import balanced_examples
+from splitjax.partial.contributors import handing, in_groups
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
@@ -40,6 +39,7 @@ from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.plan import DENSE_GRADIENTS
 from splitjax.planning.partial_plan import predict_partial
+from splitjax.planning.partial_step import PartialStep, devices_of_worker, find_partial, stages_of
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step

@@ -20,11 +20,11 @@ from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
-from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
 from splitjax.mesh import inside_mesh
 from splitjax.partial.stages import BackpropStages as Cuts
+from splitjax.planning.partial_step import find_boundary, stages_of, worker_axes
 from splitjax.primitives.walk import equation_at
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind

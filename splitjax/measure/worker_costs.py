@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, Refusal
-from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.partial.stages import BackpropStages, Stage
+from splitjax.planning.sites.layout import StepLayout
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import expand
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
 # stand at equal parts of the predicted time; further ones where most measured time is undivided: small convolutions

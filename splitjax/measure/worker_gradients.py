@@ -24,14 +24,14 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, ProfileError, Refusal
-from splitjax.lower.boundary import boundary_forward, boundary_of, expand
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import example_dim, make_twin
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.ways import example_dim, make_twin
 from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.step.arguments import Bound
+from splitjax.step.boundary import boundary_forward, boundary_of, expand
 from splitjax.sync.analysis import Tensor
 from splitjax.trace.graph import itemsize
 

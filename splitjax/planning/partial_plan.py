@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from splitjax.lower.partial.allreduce import in_groups, sent_bytes
-from splitjax.lower.partial.step import PartialStep
+from splitjax.partial.contributors import in_groups, sent_bytes
 from splitjax.plan import (
     GRADIENT_SUMS,
     Collective,
@@ -22,6 +21,7 @@ from splitjax.plan import (
     SegmentPlan,
     spec_axes,
 )
+from splitjax.planning.partial_step import PartialStep
 
 HANDED = "collective_permute"  # the operation that hands gradients to workers that did not compute them
 

@@ -16,9 +16,9 @@ from splitjax import _compat
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.microbatch.pairing import pair
 from splitjax.lower.products.interpret import evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import flatten_calls
 from splitjax.mesh import make_mesh
+from splitjax.planning.sites.layout import StepLayout
 from splitjax.primitives.calls import CallKind, bodies, call_body, inline_body, kind_of, names, num_trips
 from splitjax.trace.flatten import flatten
 

@@ -25,7 +25,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import Boundary, boundary_of, expand
 from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
@@ -36,6 +35,7 @@ from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
 from splitjax.lower.microbatch.places import Runner, WorkerLoops
 from splitjax.mesh import MeshShape
 from splitjax.primitives.example_relation import EXAMPLES, LATER, Batch, Info, Reason
+from splitjax.step.boundary import Boundary, boundary_of, expand
 
 
 def local_examples(

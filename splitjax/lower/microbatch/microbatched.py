@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Any
 
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import boundary_forward
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
@@ -25,10 +24,12 @@ from splitjax.lower.microbatch.microbatch import (
 from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
 from splitjax.lower.products.groups import Copies, MeshContext
 from splitjax.lower.products.interpret import evaluate_equation
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import BoundaryCall, LoweredStep, Whole, example_dim
+from splitjax.lower.way import Whole
 from splitjax.plan import Plan
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.ways import BoundaryCall, DecidedStep, example_dim
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import boundary_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Microbatched:
 
 
 def microbatched(
-    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...]
+    step: DecidedStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...]
 ) -> Microbatched | Whole | Refusal:
     """Prepares a boundary to run in microbatches.
 
@@ -82,7 +83,7 @@ def microbatched(
 
 
 def uneven_jobs(
-    step: LoweredStep, eqn: Any, site: Site, shares: Collection[int], manual: tuple[str, ...]
+    step: DecidedStep, eqn: Any, site: Site, shares: Collection[int], manual: tuple[str, ...]
 ) -> dict[int, PreparedBoundary] | Refusal:
     """Prepares a boundary for workers that have different numbers of examples.
 
@@ -106,7 +107,7 @@ def uneven_jobs(
 
 
 def _prepared(
-    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], size: int, share: int | None = None
+    step: DecidedStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], size: int, share: int | None = None
 ) -> PreparedBoundary | Refusal | None:
     """Prepares the boundary `eqn` at `site` to run in `number` microbatches of `size` traced examples. `share`: the
     examples of the place, where places have different numbers of them."""
@@ -156,7 +157,7 @@ def placed(job: PreparedBoundary, call: BoundaryCall, manual: tuple[str, ...]) -
 
 
 def _islands(
-    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], share: int | None
+    step: DecidedStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], share: int | None
 ) -> Request | Refusal | None:
     """Returns what a loop is told of replicated layers whose examples are over the axes that split other layers; None
     where there are none. `share`: the examples of the place, where places have different numbers of them."""

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.tables.sparse import evaluate_sparse
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.way import Ways, hook_of
+from splitjax.lower.way import hook_of
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.ways import Ways
 
 Evaluated = tuple[list[Any], Any, Any]  # flat results, by table what was observed, residuals
 

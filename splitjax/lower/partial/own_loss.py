@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.errors import PartialError, Refusal
-from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import BoundaryCall, example_dim
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.ways import BoundaryCall, example_dim
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import Boundary, boundary_of
 from splitjax.trace.flatten import flatten
 
 

@@ -19,14 +19,15 @@ from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched, placed, uneven_jobs
 from splitjax.lower.microbatch.places import RunnableLoops, Runner
 from splitjax.lower.partial.own_loss import own_loss
-from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import Truncation
 from splitjax.lower.partial.uneven import Balancing
-from splitjax.lower.tables.sparse_step import TableEdit
-from splitjax.lower.tables.table_sync import TableSync
 from splitjax.lower.tables.with_rows import WithRows
-from splitjax.lower.way import BoundaryCall, BoundaryWay, LoweredStep, Ways, Whole, Wrapping, example_dim
+from splitjax.lower.way import Whole, Wrapping
 from splitjax.partial.request import COUNT, LOCAL
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.tables.sparse_step import TableEdit
+from splitjax.planning.tables.table_sync import TableSync
+from splitjax.planning.ways import BoundaryCall, BoundaryWay, DecidedStep, Ways, example_dim
 from splitjax.primitives.walk import Site
 
 MakeRunner = Callable[[Truncation], Runner[RunnableLoops]]
@@ -129,7 +130,7 @@ class Truncated:
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""
         step, mesh = self.boundary.step, call.layout.mesh
-        own = self.runner(step.truncation(mesh, call.eqn, self.boundary.further, self.cycle_step))
+        own = self.runner(Truncation.of(step, mesh, call.eqn, self.boundary.further, self.cycle_step))
         return self._without_rows_of_others(call.eqn, self.loops.run(call, own))
 
     def _without_rows_of_others(self, eqn: Any, results: list[Any]) -> list[Any]:
@@ -241,7 +242,7 @@ class OrdinaryBoundary:
     - `inner`: how `eqn` runs in full. `way_of`: prepares the same boundary with fewer gradients.
     """
 
-    step: LoweredStep
+    step: DecidedStep
     site: Site
     eqn: Any
     edit: TableEdit | None

@@ -19,8 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Sums, over_places
-from splitjax.lower.partial.allreduce import in_groups, total_of_contributors
+from splitjax.lower.partial.allreduce import total_of_contributors
+from splitjax.partial.contributors import in_groups
 from splitjax.partial.depths import Depths
+from splitjax.planning.partial_step import PartialStep
 
 
 def turns_scope(counts: Sequence[int], what: str = "turns") -> str:
@@ -51,6 +53,17 @@ class Truncation:
     mesh: Mesh
     cycle_step: Any
     examples: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, step: PartialStep, mesh: Mesh, eqn: Any, more: Sequence[str], cycle_step: Any) -> Truncation:
+        """Makes the truncation of a boundary in a step.
+
+        **Arguments:** `step`: its partial backpropagation. `mesh`: the whole mesh. `eqn`, `more`: the boundary's
+        equation and the parameters of its further operands, as for `PartialStep.segments_for`. `cycle_step`: i32[], the
+        step's number in the cycle of the depths.
+        """
+        segments, params = step.segments_for(eqn, more), step.params_for(eqn, more)
+        return cls(step.depths, segments, params, step.axes, mesh, cycle_step, step.examples)
 
     @property
     def num_workers(self) -> int:

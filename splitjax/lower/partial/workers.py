@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.rows import Capture, Captured, Given, RowPrograms, Specs
-from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncated import PartialWays
+from splitjax.planning.partial_step import PartialStep
 
 
 class JittedProgram(Protocol):

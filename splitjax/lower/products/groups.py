@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
+from splitjax.planning.sites.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
 
 CopiesKey = tuple[int, str, tuple[str, ...], int, int]  # as `copies_key` makes it
 Copies = dict[CopiesKey, tuple[jax.Array, jax.Array]]  # gathered activations: (what was gathered, its copies)

@@ -16,27 +16,25 @@ from typing import Any
 import jax
 
 from splitjax import _compat
-from splitjax.lower.boundary import expand, is_boundary
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.groups import Copies, MeshContext, evaluate_product, fits, scope
-from splitjax.lower.products.layout import SiteDecisions, StepLayout, named_sharding
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.rebuilding import REBUILD
-from splitjax.lower.products.remedies import whole_inside
 from splitjax.lower.products.rewrites import rewritten
 from splitjax.lower.products.row_values import Rows
-from splitjax.lower.products.scatter import Summed
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.layout import SiteDecisions, StepLayout, named_sharding
+from splitjax.planning.sites.remedies import whole_inside
+from splitjax.planning.sites.scatter import Summed
+from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, kind_of
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody
 from splitjax.primitives.walk import Site, holds_boundary
+from splitjax.step.boundary import expand, is_boundary
 
-EvalForward = Callable[
-    [AnyJaxpr, Sequence[Any]], list[Any]
-]  # evaluates a jaxpr on operands, with the layout's constraints
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, site, evaluator of its
 # forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]

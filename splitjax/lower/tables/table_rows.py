@@ -21,8 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
 from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
-from splitjax.lower.tables.table_sync import TableSync, cut
 from splitjax.plan import spec_axes
+from splitjax.planning.tables.table_sync import TableSync, cut
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.rows import RowSparse, from_lookups, normalised
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once

@@ -12,14 +12,14 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import BatchError, Refusal
-from splitjax.lower.boundary import is_boundary
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import local_examples
 from splitjax.lower.microbatch.microbatched import whole_axes
-from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.turns.turns import Mode, TurnedBoundary, evaluate_turns, take_turns
-from splitjax.lower.way import BoundaryCall, LoweredStep
+from splitjax.planning.sites.exchange import EXAMPLES, SWAP
+from splitjax.planning.ways import BoundaryCall, DecidedStep
 from splitjax.primitives.walk import Site, equation_at
+from splitjax.step.boundary import is_boundary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class InTurns:
         return evaluate_turns(self.turned, self.job, call.operands, call.layout)
 
 
-def boundaries_in_turns(kind: str, step: LoweredStep, jaxpr: _compat.ClosedJaxpr) -> Mapping[Site, InTurns] | Refusal:
+def boundaries_in_turns(kind: str, step: DecidedStep, jaxpr: _compat.ClosedJaxpr) -> Mapping[Site, InTurns] | Refusal:
     """Prepares the boundaries of a step for a kind of group communication.
 
     **Arguments:**
@@ -68,7 +68,7 @@ def boundaries_in_turns(kind: str, step: LoweredStep, jaxpr: _compat.ClosedJaxpr
     return ways
 
 
-def boundary_in_turns(kind: str, step: LoweredStep, eqn: Any, site: Site) -> InTurns | Refusal | None:
+def boundary_in_turns(kind: str, step: DecidedStep, eqn: Any, site: Site) -> InTurns | Refusal | None:
     """Prepares a boundary to run in turns; returns None where nothing crosses in it.
 
     **Arguments:**

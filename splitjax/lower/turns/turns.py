@@ -22,20 +22,20 @@ from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
-from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
 from splitjax.lower.products.groups import Copies, MeshContext, Product
 from splitjax.lower.products.interpret import evaluate_equation, evaluate_part
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
+from splitjax.planning.sites.layout import StepLayout
 from splitjax.primitives.example_relation import ExampleDim
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import Boundary, boundary_forward, boundary_of
 
 
 @dataclasses.dataclass(frozen=True)

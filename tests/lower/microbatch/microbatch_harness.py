@@ -10,8 +10,9 @@ from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.lower import boundary, gradient
+from splitjax.lower import gradient
 from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, local_examples
+from splitjax.step.boundary import is_boundary
 
 
 def make_mesh(**axes):
@@ -49,7 +50,7 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
         for eqn, twin in zip(inner.eqns, local_jaxpr.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
-            if boundary.is_boundary(eqn):
+            if is_boundary(eqn):
                 dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]
                 results = expand_microbatches(
                     eqn.params,

@@ -14,11 +14,11 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import SyncError
-from splitjax.lower.tables.lookups import ids_of
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import SyncRequest
-from splitjax.lower.tables.table_sync import IdCut, TableSync
 from splitjax.plan import LeafPlan, Plan, spec_axes
+from splitjax.planning.tables.lookups import ids_of
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import SyncRequest
+from splitjax.planning.tables.table_sync import IdCut, TableSync
 from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.walk import boundaries, equation_at
 from splitjax.sync.all_gather import AllGather

@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.transforms import LocalTransform
-from splitjax.lower.products.exchange import Exchange, WeightUse
-from splitjax.lower.products.scatter import Scatter, Summed
 from splitjax.plan import Constraint, Spec, SpecEntry
+from splitjax.planning.sites.exchange import Exchange, WeightUse
+from splitjax.planning.sites.scatter import Scatter, Summed
 from splitjax.primitives.walk import Site
 
 

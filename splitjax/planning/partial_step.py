@@ -12,12 +12,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from splitjax.cost.flow import used_axes
 from splitjax.errors import PartialError
-from splitjax.lower.boundary import boundary_of
-from splitjax.lower.partial.truncation import Truncation
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
@@ -25,6 +21,7 @@ from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import BackpropStages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
 from splitjax.primitives.walk import Site, boundaries, equation_at
+from splitjax.step.boundary import boundary_of
 from splitjax.trace.graph import Graph
 
 
@@ -76,14 +73,10 @@ class PartialStep:
         by_param = {self.params[position]: segment for position, segment in own.items()}
         return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
 
-    def truncation(self, mesh: Mesh, eqn: Any, more: Sequence[str], cycle_step: Any) -> Truncation:
-        """Says how the boundary is truncated in a step.
-
-        **Arguments:** `mesh`: the whole mesh. `eqn`, `more`: as for `segments_for`. `cycle_step`: i32[], the step's
-        number in the cycle of the depths.
-        """
-        params = {**self.params, **self._further(eqn, more)}
-        return Truncation(self.depths, self.segments_for(eqn, more), params, self.axes, mesh, cycle_step, self.examples)
+    def params_for(self, eqn: Any, more: Sequence[str] = ()) -> dict[int, str]:
+        """Gives the path of the parameter by the position of a differentiated operand. `eqn`, `more`: as for
+        `segments_for`."""
+        return {**self.params, **self._further(eqn, more)}
 
     def _further(self, eqn: Any, more: Sequence[str]) -> dict[int, str]:
         """Gives the parameter by the position of a further operand."""
