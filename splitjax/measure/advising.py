@@ -22,6 +22,7 @@ from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxErro
 from splitjax.measure.profiling import OnDevice, check_examples
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs, temporary_bytes
 from splitjax.measure.worker_noise import WorkerNoise
+from splitjax.mesh import inside_mesh
 from splitjax.partial.advice import (
     OPTIMAL_ROW,
     SPATIAL_ROW,
@@ -58,7 +59,7 @@ def advise_calls(
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone.
     - `calls`: the arguments of every call, each with a batch of its own. In a run of several processes all of them make
       the calls together; what process 0 measured counts.
@@ -90,7 +91,7 @@ def advise_calls(
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
             measuring = _Measuring.of(
-                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), mesh, backprop, place
+                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), inside_mesh(mesh), backprop, place
             )
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(

@@ -22,6 +22,7 @@ from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
+from splitjax.mesh import inside_mesh
 from splitjax.partial.stages import BackpropStages as Cuts
 from splitjax.planning.partial_step import find_boundary, stages_of
 from splitjax.planning.workers import Workers, workers_of
@@ -83,7 +84,7 @@ def profile_job(
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone. `args`: the positional arguments of the call.
     - `request`: what the profile is of, besides.
 
@@ -95,7 +96,7 @@ def profile_job(
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
     entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound, mesh=mesh))
-    planned = workers_of(entry.plan, gathers=True)
+    mesh, planned = inside_mesh(mesh), workers_of(entry.plan, gathers=True)
     if planned.mesh.num_devices != planned.num_workers:
         raise ProfileError(
             "a job's workers are whole devices, and the step splits layers over devices",
