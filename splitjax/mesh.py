@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from splitjax.roles import KNOWN_AXES, MeshRoles, Role
 
 # Sizes by axis as a user writes them: a number, -1 for what is left, or the sizes over the slow and the fast network.
 MeshSizes = Mapping[str, "int | Mapping[str, int]"]
-AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+AnyMesh = TypeVar("AnyMesh", bound="Mesh | AbstractMesh")
 
 SLOW, FAST = "dcn", "ici"  # the networks of an axis, as JAX's own hybrid meshes call them
 # Kinds of TPU whose torus `jax.make_mesh` splits along an axis where sizes ask for it.
@@ -282,8 +282,8 @@ def inside_mesh(mesh: AnyMesh) -> AnyMesh:
         return mesh
     types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
     if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return cast("AnyMesh", mesh.update(axis_types=types))
+    return cast("AnyMesh", Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
 def with_devices(mesh: Mesh | AbstractMesh, place: str) -> Mesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 
 import flax.linen as nn
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import splitjax
 from splitjax.errors import MeshError, TraceError
 from splitjax.mesh import arrange
+from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
+from tests.processes import run_processes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = {"explicit": (EXPLICIT, EXPLICIT), "auto": (AUTO, AUTO), "mixed": (EXPLICIT, AUTO)}
@@ -34,6 +37,15 @@ def float64():
 def mesh_of(kind, sizes=(2, 4), names=("data", "model")):
     types = KINDS[kind] if len(names) == 2 else (*KINDS[kind], KINDS[kind][0])
     return jax.make_mesh(sizes, names, axis_types=types)
+
+
+def storage_rules():
+    """Weights stored over `fsdp`, and split over `model`: three axes with the batch's."""
+    rules = (
+        splitjax.Rule("dense", kind="dense", shard=({"out": "model", "in": "fsdp"},)),
+        splitjax.Rule("table", kind="embedding", shard=({"vocab": "fsdp"},)),
+    )
+    return splitjax.RuleSet("storage", rules, replicated_batch="data")
 
 
 def batch_of(seed=0, num_examples=8):
@@ -256,6 +268,62 @@ def test_ways_to_run_a_boundary_on_an_explicit_mesh(options):
     got = step(step.place(state, example=(batch,)), batch)
     assert_on(mesh, got)
     assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "mixed"])
+def test_three_axes_and_their_checkpoints(kind, alone, tmp_path):
+    losses, final, _ = alone
+    mesh, batch = mesh_of(kind, (2, 2, 2), ("data", "fsdp", "model")), batch_of()
+    step = splitjax.parallelize(linen_step, mesh=mesh, rules=storage_rules())
+    on_auto = splitjax.parallelize(linen_step, mesh={"data": 2, "fsdp": 2, "model": 2}, rules=storage_rules())
+    state, metrics = step(step.init(linen_init, jax.random.key(0), example=(batch,)), batch)
+    assert_close(metrics["loss"], losses[0])
+    with Checkpoints(CheckpointOptions(str(tmp_path))) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        here, there = (
+            checkpoints.restore(each.abstract_state(linen_init, jax.random.key(0), example=(batch,))).state
+            for each in (step, on_auto)
+        )
+    assert_on(mesh, here)
+    assert here["params"]["Dense_0"]["kernel"].sharding.spec == PartitionSpec("fsdp", "model")
+    for resumed, its_step in ((here, step), (there, on_auto)):
+        new, metrics = its_step(resumed, batch_of(1))
+        assert_close(metrics["loss"], losses[1])
+        assert_close(new, final)
+
+
+@pytest.mark.slow
+def test_several_processes_on_three_explicit_axes():
+    for output in run_processes(pathlib.Path(__file__).parent / "meshes_worker.py", num=2, devices=4):
+        assert output.splitlines()[-1] == "all well"
+
+
+@pytest.mark.parametrize("decorator", ["linen", "nnx"])
+def test_an_initialiser_may_name_axes(decorator):
+    mesh, spec = mesh_of("explicit"), PartitionSpec("data", "model")
+
+    def linen_named(key):
+        state = linen_init(key)
+        kernel = state["params"]["Dense_0"]["kernel"]
+        state["params"]["Dense_0"]["kernel"] = jax.sharding.reshard(kernel, spec)
+        return state
+
+    def nnx_named(key):
+        model, optimizer = nnx_objects(key)
+        model.hidden.kernel.set_raw_value(jax.sharding.reshard(model.hidden.kernel.get_raw_value(), spec))
+        return model, optimizer
+
+    if decorator == "linen":
+        step = splitjax.parallelize(linen_step, mesh=mesh, rules="megatron")
+        made, plain = (step.init(f, jax.random.key(0), example=(batch_of(),)) for f in (linen_named, linen_init))
+    else:
+        nnx_stepped = splitjax.nnx.parallelize(nnx_step, mesh=mesh, rules="megatron")
+        made, plain = (
+            nnx.state(nnx_stepped.init(f, jax.random.key(0), example=(batch_of(),))) for f in (nnx_named, nnx_objects)
+        )
+    assert_on(mesh, made)
+    assert_close(made, plain)
 
 
 ABSTRACT = {

@@ -168,6 +168,13 @@ class TrainingOptions:
     """How many of the newest checkpoints are kept."""
     keep_best: int = 1
     """How many of those with the lowest loss are kept beside them."""
+    bad_numbers: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do when loss or gradients are not finite, or the loss jumps: stop before that is saved; skip the batch;
+    or roll back to the newest checkpoint and go on with the next batch."""
+    spike_factor: float | None = None
+    """A loss above so many times the median of the last 32 is such a jump; none is if not given."""
+    max_setbacks: int = 10
+    """Stop when so many batches were skipped, or checkpoints gone back to, before."""
     allow_nonfinite: bool = False
     """Go on when the loss is not a number."""
 

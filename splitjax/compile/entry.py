@@ -19,14 +19,14 @@ from splitjax import _compat
 from splitjax.compile.programs import StepProgram
 from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
-from splitjax.lower.partial.step import PartialStep
-from splitjax.lower.products.layout import named_sharding
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import DENSE, SyncRequest
-from splitjax.lower.tables.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.sites.layout import named_sharding
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import DENSE, SyncRequest
+from splitjax.planning.tables.sync_request import parse as parse_sync
 from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text

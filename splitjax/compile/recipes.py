@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from splitjax.compile.entry import Recipe
-from splitjax.lower.tables.sync_request import parse
+from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
 from splitjax.rules import load_rules
 from splitjax.step.options import check_options, resolve_plan

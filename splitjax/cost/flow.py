@@ -50,7 +50,7 @@ class WeightFlow:
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
-      (`lower.products.constraints.place_batches`).
+      (`planning.sites.constraints.place_batches`).
     """
 
     use: Use

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from splitjax.cost import LaidOutStep, Manner, Prediction, predict_step
-from splitjax.lower.way import planned_boundaries
 from splitjax.plan import Memory, Plan
 from splitjax.planning.draft import Draft
 from splitjax.planning.observing import predict_tables, row_bytes
 from splitjax.planning.partial_plan import predict_partial
+from splitjax.planning.ways import planned_boundaries
 
 
 def predict(draft: Draft) -> Plan:

@@ -21,9 +21,9 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.cost.flow import used_axes
-from splitjax.lower.products.exchange import STAY, Exchange
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
+from splitjax.planning.sites.exchange import STAY, Exchange
 from splitjax.rules.match import whole_dims
 from splitjax.trace.graph import Dim, Graph, Use
 
