@@ -22,6 +22,8 @@ from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import predict
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.step.traced import Traced, trace_step
 
 
@@ -92,7 +94,7 @@ def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> Co
     plan, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
-    lowered = Lowered(draft.sites, traced.jaxpr, traced.matched, tables)
+    lowered = Lowered(StepLayout(MeshContext(draft.mesh), draft.sites), traced.jaxpr, traced.matched, tables)
     programs = Programs(
         recipe,
         mesh,

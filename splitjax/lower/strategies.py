@@ -13,7 +13,7 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import BatchError, PlanError, Refusal
-from splitjax.lower.microbatch.microbatched import Microbatched, microbatched, whole_axes
+from splitjax.lower.microbatch.microbatched import Microbatched, microbatched
 from splitjax.lower.partial.truncated import OrdinaryBoundary, PartialWays, partial_ways
 from splitjax.lower.products.rebuilding import REBUILD
 from splitjax.lower.tables.with_rows import WithRows
@@ -22,6 +22,7 @@ from splitjax.lower.way import Whole
 from splitjax.plan import Plan
 from splitjax.planning.tables.sparse_step import TableEdit
 from splitjax.planning.ways import BoundaryChoices, BoundaryWay, DecidedStep, WayChooser, Ways
+from splitjax.planning.workers import workers_of
 from splitjax.primitives.calls import kind_of
 from splitjax.primitives.walk import Site, Visit, holds_boundary, walk
 from splitjax.step.boundary import is_boundary
@@ -97,12 +98,12 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
             return _without_turns(plan, turned) if isinstance(turned, Refusal) else turned
     if graph.num_examples is None:
         return Whole()
-    manual = whole_axes(plan, pulled)
+    workers = workers_of(plan, apart=pulled)
     if number not in (None, 1):
-        return microbatched(step, eqn, site, number, manual)
-    if plan.mesh.size(manual) == 1 or not _has_recurrence(graph, site):
+        return microbatched(step, eqn, site, number, workers)
+    if workers.num_workers == 1 or not _has_recurrence(graph, site):
         return Whole()
-    once = microbatched(step, eqn, site, 1, manual)
+    once = microbatched(step, eqn, site, 1, workers)
     if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration
         return Whole(f"gradients of its recurrence are exchanged at every turn: {once.message}")
     if isinstance(once, Microbatched):

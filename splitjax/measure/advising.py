@@ -39,7 +39,7 @@ from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.plan import DENSE_GRADIENTS
 from splitjax.planning.partial_plan import predict_partial
-from splitjax.planning.partial_step import PartialStep, devices_of_worker, find_partial, stages_of
+from splitjax.planning.partial_step import PartialStep, find_partial, stages_of
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
@@ -194,7 +194,7 @@ class _Measuring:
             )
             for k, stage in enumerate(self.stages.stages)
         )
-        link = measure_link(self.mesh, self.base.axes) if link is None else link
+        link = measure_link(self.mesh, self.base.workers.axes) if link is None else link
         measured = Measured(
             tuple(stage.name for stage in stages),
             backward,
@@ -276,7 +276,7 @@ class _Comparison:
         spatial = self._depths(dataclasses.replace(asked, assignment=SPATIAL))
         shares = None
         if asked.rebalance:
-            unit = devices_of_worker(self.measuring.entry.plan, self.step.axes)
+            unit = self.step.workers.devices_each
             examples = balanced_examples(spatial, self.measuring.num_examples, self.measuring.place, unit)
             shares = [of_worker / sum(examples) for of_worker in examples]
         told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
@@ -340,7 +340,7 @@ class _Comparison:
         seconds = 0.0
         for segment in plan.segments:
             busiest, messages = float(segment.summed_bytes), self._ring_messages(count)
-            if 0 < segment.contributors < count and in_groups(step.axes, platform):
+            if 0 < segment.contributors < count and in_groups(step.workers.axes, platform):
                 rounds = len(handing(range(segment.contributors), count))
                 busiest = busiest * count / segment.contributors + rounds * segment.num_bytes
                 messages = self._ring_messages(segment.contributors) + rounds

@@ -15,7 +15,7 @@ from splitjax.plan import Constraint
 from splitjax.planning.draft import Draft
 from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
-from splitjax.planning.sites.layout import SiteDecisions, StepLayout
+from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
 from splitjax.planning.sites.remedies import (
     apply_remedies,
     check_orders,
@@ -53,8 +53,7 @@ def constrain(draft: Draft) -> Draft:
     constraints = (*constraints, *around, *remedies.constraints)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
     exchanges = derive_exchanges(*arguments)
-    sites = StepLayout.of(
-        draft.mesh,
+    sites = SiteLayout.of(
         (*constraints, *pin_gradients(graph, layout.leaves)),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),

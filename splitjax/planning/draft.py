@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -19,7 +18,7 @@ from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
 from splitjax.planning.observing import TableDecision
 from splitjax.planning.partial_step import PartialStep
-from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.layout import SiteLayout
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.tables.sync_request import SyncRequest
 from splitjax.planning.ways import DecidedStep, StepWays, WayChooser, Ways, make_twin
@@ -103,7 +102,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     gathered: tuple[str, ...] = ()
-    sites: StepLayout | None = None
+    sites: SiteLayout | None = None
     group_comm: str = "gather"
     in_turns: Ways = dataclasses.field(default_factory=dict)
     partial: PartialStep | None = None
@@ -147,8 +146,7 @@ class Draft:
     def decided_step(self) -> DecidedStep:
         """The step as those see it who choose how its gradient boundaries run."""
         assert self.sites is not None, "boundaries are looked at once the layout and its constraints are decided"
-        # Of its mesh, choices read axes and sizes; whoever evaluates them brings the devices.
-        return DecidedStep(self.graph, cast(Mesh, self.mesh), self.decided, self.sites, self.twin_of)
+        return DecidedStep(self.graph, self.decided, self.sites, self.twin_of)
 
     @functools.cached_property
     def twin_of(self) -> Twin:

@@ -39,18 +39,19 @@ def predict_partial(
     **Arguments:** `decided`: the plan, of which the layout is read. `dense`: the collectives of full backpropagation.
     `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`. `pinned`: the partial plan that
     these depths come from; its times stay, which may have been measured."""
-    depths, axis = step.depths, "+".join(step.axes)
+    depths, axis = step.depths, "+".join(step.workers.axes)
     num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
     sent: dict[str, tuple[float, float]] = {}  # parameter -> bytes that are summed, bytes that are handed on
     sums = [collective for collective in dense if gradient_of(collective)]
     whole_bytes = {gradient_of(collective): collective.bytes for collective in sums}
     # The workers' axes at once, even where the plan sums over some of them onto parts, and the parts over the rest.
-    wider = {gradient_of(collective) for collective in sums if not set(collective.axis.split("+")) <= set(step.axes)}
+    own = set(step.workers.axes)
+    wider = {gradient_of(collective) for collective in sums if not set(collective.axis.split("+")) <= own}
     segments = []
     for number, segment in enumerate(depths.segments):
         count = len(depths.contributors(number))
         params = [step.params[position] for position in segment.operands]
-        sizes = {param: _bytes(decided, param, step.axes) for param in params}
+        sizes = {param: _bytes(decided, param, step.workers.axes) for param in params}
         for param, size in sizes.items():
             if step.is_temporal:
                 sent[param] = whole_bytes.get(param, 0) * step.share_of_steps(number), 0.0
@@ -58,7 +59,7 @@ def predict_partial(
                 sent[param] = float(whole_bytes[param]), 0.0
             else:
                 sent[param] = sent_bytes(
-                    size, count if in_groups(step.axes, platform) or not count else num_workers, num_workers
+                    size, count if in_groups(step.workers.axes, platform) or not count else num_workers, num_workers
                 )
         segments.append(
             SegmentPlan(
@@ -125,7 +126,7 @@ def _collectives(
                 collectives.append(collective)
             continue
         summed, handed = sent[param]
-        within = set(collective.axis.split("+")) <= set(step.axes)
+        within = set(collective.axis.split("+")) <= set(step.workers.axes)
         if within and not step.is_temporal:
             if param in exchanged:  # a further part of a sum over the workers, which is one exchange
                 continue

@@ -13,13 +13,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jax.sharding import Mesh
-
 from splitjax import _compat
 from splitjax.errors import Refusal
 from splitjax.plan import BoundaryPlan, Plan
 from splitjax.planning.partial_step import PartialStep
-from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.layout import SiteLayout, StepLayout
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.primitives.interpreter import AnyJaxpr
 from splitjax.primitives.walk import Site, equation_at
@@ -34,15 +32,14 @@ EvalForward = Callable[[AnyJaxpr, Sequence[Any]], list[Any]]
 class DecidedStep:
     """Holds what is known of the step around a boundary: what every choice of a way asks.
 
-    - `graph`, `plan`: of the step. `mesh`: the mesh that the plan is for.
-    - `layout`: the plan's constraints and exchanges by site.
+    - `graph`, `plan`: of the step.
+    - `sites`: the plan's constraints and exchanges by site.
     - `twin_of`: finds a boundary in a trace with another number of examples, as `make_twin` makes it.
     """
 
     graph: Graph
-    mesh: Mesh
     plan: Plan
-    layout: StepLayout
+    sites: SiteLayout
     twin_of: Twin
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.lower.products.interpret import Hooks, evaluate
 from splitjax.lower.tables.sparse import evaluate_sparse
@@ -40,7 +40,7 @@ class Lowered:
     sparse: SparseStep | None
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which it runs."""
         return self.layout.mesh
 

@@ -91,8 +91,7 @@ class Uneven:
         """Returns the results of the boundary `call`, with the loops run by `runner`."""
         if not isinstance(self.even, Microbatched):
             return self.even.run(call, runner)
-        manual = self.even.manual
-        jobs = {share: placed(job, call, manual) for share, job in self.jobs.items()}
+        jobs = {share: placed(job, call) for share, job in self.jobs.items()}
         return self.even.run(call, Balancing(runner, jobs, self.num_examples))
 
 
@@ -129,8 +128,8 @@ class Truncated:
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""
-        step, mesh = self.boundary.step, call.layout.mesh
-        own = self.runner(Truncation.of(step, mesh, call.eqn, self.boundary.further, self.cycle_step))
+        step, platform = self.boundary.step, call.layout.where.platform
+        own = self.runner(Truncation.of(step, platform, call.eqn, self.boundary.further, self.cycle_step))
         return self._without_rows_of_others(call.eqn, self.loops.run(call, own))
 
     def _without_rows_of_others(self, eqn: Any, results: list[Any]) -> list[Any]:
@@ -299,7 +298,7 @@ def _truncated(boundary: PartialBoundary, ordinary: OrdinaryBoundary) -> Truncat
         return Truncated(boundary, loops, ids_dims)
     if partial.request.statistics == LOCAL and number == 1 and not partial.examples:
         twin = ordinary.step.twin_of(eqn, ordinary.site, partial.num_examples // partial.depths.num_slots)
-        own = twin if isinstance(twin, Refusal) else own_loss(eqn, twin, partial.axes, ordinary.step.plan.batch_axes)
+        own = twin if isinstance(twin, Refusal) else own_loss(eqn, twin, partial.workers)
         if isinstance(own, Refusal):
             return own
         return Truncated(boundary, own, [None] * len(ordinary.tables))
@@ -319,10 +318,10 @@ def _truncated(boundary: PartialBoundary, ordinary: OrdinaryBoundary) -> Truncat
 def _loops(partial: PartialStep, ordinary: OrdinaryBoundary, number: int) -> WorkerLoopsWay | Refusal:
     """Prepares the loops of workers whose loss is that of the whole batch."""
     step, eqn, site = ordinary.step, ordinary.eqn, ordinary.site
-    jobs = uneven_jobs(step, eqn, site, partial.examples, partial.axes)
+    jobs = uneven_jobs(step, eqn, site, partial.examples, partial.workers)
     if isinstance(jobs, Refusal):
         return jobs
-    even = microbatched(step, eqn, site, number, partial.axes)
+    even = microbatched(step, eqn, site, number, partial.workers)
     if isinstance(even, Refusal) or not partial.examples:
         return even
     return Uneven(even, jobs, partial.num_examples)

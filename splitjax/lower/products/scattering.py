@@ -25,9 +25,10 @@ from jax.sharding import PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
-from splitjax.lower.products.groups import MeshContext, scope, sum_into_parts
+from splitjax.lower.products.groups import scope, sum_into_parts
 from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.scatter import Parts, Scatter, Summed
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax import _compat
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
@@ -36,7 +36,7 @@ class _SparseTrace:
     gave."""
 
     step: SparseStep
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     arguments: Sequence[Any]
     residuals: Mapping[str, Any]
     summed: dict[int, Exchanged | OwnerSums]

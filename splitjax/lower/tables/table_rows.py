@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
@@ -53,7 +53,7 @@ class Exchanged:
     """
 
     table: TableSync
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     order: CollectiveOrder
     rows: RowSparse
     fits: Any
@@ -137,7 +137,7 @@ class Exchanged:
 
 def exchange(
     table: TableSync,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     order: CollectiveOrder,
     ready: Any,
     ids: Sequence[Any],
@@ -283,6 +283,8 @@ def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
     return rows.ids, rows.values, rows.count
 
 
-def _in_shard_map(table: TableSync, mesh: Mesh, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def _in_shard_map(
+    table: TableSync, mesh: Mesh | AbstractMesh, body: Callable, in_specs: Any, out_specs: Any
+) -> Callable:
     # check_vma=False: what the exchange returns is alike on all workers, which the checker cannot know.
     return functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(body)
