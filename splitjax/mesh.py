@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from splitjax.errors import MeshError
+from splitjax.errors import MeshError, Refusal
 
 # Sizes by axis as a user writes them: a number, -1 for what is left, or the sizes over the slow and the fast network.
 MeshSizes = Mapping[str, "int | Mapping[str, int]"]
@@ -78,14 +78,24 @@ class MeshShape:
         for name, size in self.axes:
             if name == axis:
                 return size
-        if axis in KNOWN_AXES:
-            return 1
-        raise MeshError(
-            f"the mesh has no axis {axis!r}",
-            value=dict(self.axes),
-            place="mesh",
-            remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
-        )
+        unknown = self.unknown_axis(axis)
+        if unknown is not None:
+            raise unknown.error()
+        return 1
+
+    def unknown_axis(self, axes: str | Sequence[str]) -> Refusal | None:
+        """Returns the refusal, a `MeshError`, of the first of `axes` that this mesh does not have and that is no known
+        one; None where there is none such."""
+        for axis in (axes,) if isinstance(axes, str) else axes:
+            if axis not in self.names and axis not in KNOWN_AXES:
+                return Refusal(
+                    f"the mesh has no axis {axis!r}",
+                    value=dict(self.axes),
+                    place="mesh",
+                    remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
+                    kind=MeshError,
+                )
+        return None
 
     def present(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes` that this mesh has with a size above 1, in the given order."""
