@@ -15,7 +15,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from splitjax.errors import MeshError, Refusal
+from splitjax.errors import MeshError
+from splitjax.roles import KNOWN_AXES, MeshRoles, Role
 
 # Sizes by axis as a user writes them: a number, -1 for what is left, or the sizes over the slow and the fast network.
 MeshSizes = Mapping[str, "int | Mapping[str, int]"]
@@ -26,16 +27,18 @@ SLOW, FAST = "dcn", "ici"  # the networks of an axis, as JAX's own hybrid meshes
 _SPLIT_TORUS = ("TPU v5 lite", "TPU v5e")
 
 DATA = "data"
-MODEL = "model"
-# Axes a shipped rule set may name although the mesh lacks them: they then have size 1.
-KNOWN_AXES = (DATA, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Axis names with their sizes, major first: a mesh without its devices. Hashable, serialisable."""
+    """Axis names with their sizes, major first: a mesh without its devices. Hashable, serialisable.
+
+    - `axes`: pairs of a name and a size.
+    - `said`: pairs of an axis and its role, for axes of which the user said one that their name does not tell.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    said: tuple[tuple[str, Role], ...] = ()
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int] | MeshShape) -> MeshShape:
@@ -58,6 +61,29 @@ class MeshShape:
                 )
         return cls(tuple((axis, int(size)) for axis, size in shape.items()))
 
+    def with_roles(self, said: Mapping[str, Role]) -> MeshShape:
+        """Returns the shape with the roles that a user `said` of its axes. Raises `MeshError` for an axis that the mesh
+        lacks."""
+        for axis in said:
+            if axis not in self.names:
+                raise MeshError(
+                    f"roles speaks of an axis {axis!r} that the mesh lacks",
+                    value=dict(self.axes),
+                    place="roles",
+                    remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
+                )
+        # A role that the name tells already is not said: the shape is the same with and without it.
+        news = MeshRoles.of(self.names, {})
+        return dataclasses.replace(
+            self,
+            said=tuple((axis, said[axis]) for axis in self.names if axis in said and said[axis] != news.role(axis)),
+        )
+
+    @functools.cached_property
+    def roles(self) -> MeshRoles:
+        """The role of every axis."""
+        return MeshRoles.of(self.names, dict(self.said))
+
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of the axes, in the mesh's order."""
@@ -78,28 +104,23 @@ class MeshShape:
         for name, size in self.axes:
             if name == axis:
                 return size
-        unknown = self.unknown_axis(axis)
-        if unknown is not None:
-            raise unknown.error()
-        return 1
-
-    def unknown_axis(self, axes: str | Sequence[str]) -> Refusal | None:
-        """Returns the refusal, a `MeshError`, of the first of `axes` that this mesh does not have and that is no known
-        one; None where there is none such."""
-        for axis in (axes,) if isinstance(axes, str) else axes:
-            if axis not in self.names and axis not in KNOWN_AXES:
-                return Refusal(
-                    f"the mesh has no axis {axis!r}",
-                    value=dict(self.axes),
-                    place="mesh",
-                    remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
-                    kind=MeshError,
-                )
-        return None
+        if axis in KNOWN_AXES:
+            return 1
+        raise MeshError(
+            f"the mesh has no axis {axis!r}",
+            value=dict(self.axes),
+            place="mesh",
+            remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
+        )
 
     def present(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes` that this mesh has with a size above 1, in the given order."""
         return tuple(axis for axis in axes if self.size(axis) > 1)
+
+    def meant(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes of a size above 1 that the `names` of a rule mean, axes or roles, in their order. Raises
+        `MeshError` for an axis that the mesh lacks."""
+        return self.present(self.roles.resolve(names))
 
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns `axes`, which split a dim together, in the order in which XLA can be trusted with them.
@@ -113,7 +134,8 @@ class MeshShape:
         return tuple(sorted(axes, key=self.names.index))
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in self.axes)
+        said = dict(self.said)
+        return " x ".join(f"{axis}={size}" + (f" ({said[axis]})" if axis in said else "") for axis, size in self.axes)
 
 
 def _sizes(mesh: Any) -> dict[Any, Any]:

@@ -365,7 +365,8 @@ class ParallelStep(Generic[P, R]):
             static_argnames,
             None,
         )
-        recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
+        told = self._recipe
+        recipe = Recipe(fn, options, told.rules, None, False, told.unknown, returns_state=False, roles=told.roles)
         return ParallelStep(recipe, None, parent=self)
 
     @_compat.outside_mesh

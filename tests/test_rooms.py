@@ -22,6 +22,7 @@ ROOMS = (
     "codec",
     "search",
     "_static",
+    "roles",
     "mesh",
     "display",
     "partitioner",

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, parse_model_options
+from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, RoleTexts, parse_model_options
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
 
@@ -124,9 +124,12 @@ class LayoutOptions:
 
     mesh: str | None = None
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
+    role: RoleTexts = ()
+    """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
+    stage."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel), one that an installed package
-    declares, the path of a TOML file, or package.module:RULES."""
+    """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
+    installed package declares, the path of a TOML file, or package.module:RULES."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False

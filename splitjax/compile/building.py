@@ -76,6 +76,7 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
         name=recipe.name,
         returns_state=recipe.returns_state,
         rules=recipe.rules,
+        roles=recipe.roles,
         pinned=recipe.pinned,
         followed=layouts,
         unknown=recipe.unknown,

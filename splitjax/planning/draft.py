@@ -22,6 +22,7 @@ from splitjax.planning.sites.layout import SiteLayout
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.tables.sync_request import SyncRequest
 from splitjax.planning.ways import DecidedStep, StepWays, WayChooser, Ways, make_twin
+from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.rules.assign import Assignment
 from splitjax.step.boundary import Twin
@@ -38,8 +39,8 @@ class PlanRequest:
     **Attributes:**
 
     - `name`: of the step, for messages. `returns_state`: whether it returns its states; False for an evaluation.
-    - `rules`: the rule set that splits its parameters. `pinned`: the plan whose decisions are taken over instead; None
-      for none.
+    - `rules`: the rule set that splits its parameters. `roles`: what was said of mesh axes. `pinned`: the plan
+      whose decisions are taken over instead; None for none.
     - `followed`: by path, the layout of the training step that an evaluation follows; None for a training step.
     - `unknown`: `error` or `gather`, for operations without dim rule.
     - `group_comm`, `shard_state`, `backprop`: the options of these names. `sync`: how tables are synchronised.
@@ -49,6 +50,7 @@ class PlanRequest:
     name: str
     returns_state: bool
     rules: RuleSet
+    roles: Mapping[str, Role]
     pinned: Plan | None
     followed: Mapping[str, LeafPlan] | None
     unknown: str
@@ -122,8 +124,12 @@ class Draft:
 
     @functools.cached_property
     def shape(self) -> MeshShape:
-        """The shape of the mesh."""
-        return MeshShape.of(self.mesh)
+        """The shape of the mesh, with the roles that were said of its axes, by the user or by a pinned plan. Raises
+        `MeshError` for a role of an axis that the mesh lacks."""
+        shape, pinned = MeshShape.of(self.mesh), self.request.pinned
+        if self.request.roles or pinned is None:
+            return shape.with_roles(self.request.roles)
+        return shape.with_roles({axis: role for axis, role in pinned.mesh.said if axis in shape.names})
 
     @functools.cached_property
     def decided(self) -> Plan:
