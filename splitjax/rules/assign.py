@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from splitjax.errors import BatchError, MeshError, RuleError, UnavailableError
+from splitjax.errors import BatchError, MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
@@ -66,10 +66,10 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     batch does not divide.
     """
     mesh = MeshShape.of(mesh)
-    for rule, error in unknown_axes(rules, mesh):
+    for rule, refusal in unknown_axes(rules, mesh):
         place = f"rule set {rules.name!r}" + (f", rule {rule.name!r}" if rule else ", key 'axes'")
         raise MeshError(
-            error.message,
+            refusal.message,
             value=dict(mesh.axes),
             place=place,
             remedy=f"add the axis to the mesh, or let the rule name one of {', '.join(mesh.names)}",
@@ -112,18 +112,13 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     )
 
 
-def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, MeshError]]:
+def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Refusal]]:
     """Finds the rules in `rules` that name an axis that `mesh` lacks and that is none of the known ones.
 
-    Returns each with its error; None stands for the set's own `axes`.
+    Returns each with the refusal of the axis; None stands for the set's own `axes`.
     """
-    unknown: list[tuple[Rule | None, MeshError]] = []
-    for rule in (*rules.rules, None):
-        try:
-            mesh.roles.resolve(rule.axes if rule else rules.axes)
-        except MeshError as error:
-            unknown.append((rule, error))
-    return unknown
+    refused = ((rule, mesh.roles.unknown(rule.axes if rule else rules.axes)) for rule in (*rules.rules, None))
+    return [(rule, refusal) for rule, refusal in refused if refusal is not None]
 
 
 def check_roles(rules: RuleSet, mesh: MeshShape) -> None:

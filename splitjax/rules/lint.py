@@ -60,12 +60,12 @@ def lint(
     if graph is not None:
         findings += _matching(rules, graph, {finding.rule for finding in findings if finding.check == "shadowed"})
     unknown = unknown_axes(rules, shape) if shape is not None else []
-    for rule, error in unknown:
+    for rule, refusal in unknown:
         findings.append(
             Finding(
                 "error",
                 rule.name if rule else "",
-                error.message,
+                refusal.message,
                 "add the axis to the mesh, or name another one",
                 "unknown axis",
             )
