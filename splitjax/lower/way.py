@@ -10,6 +10,7 @@ that its evaluation derives nothing again. `strategies.choose_ways` chooses one 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -45,6 +46,15 @@ class LoweredStep:
         """The step's number of examples, which it has wherever a boundary runs in a loop."""
         assert self.graph.num_examples is not None, "a step without examples was to run in microbatches"
         return self.graph.num_examples
+
+
+class SumWithin(enum.Enum):
+    """Says how the gradient of an operand is added up over the devices of one worker, where a worker is a group of
+    them."""
+
+    AT_ONCE = "together with those of all workers, behind the loops: each device has its own examples"
+    FIRST = "before those of workers are added up: each device has its own examples"
+    NEVER = "not at all: each device has the whole gradient of the worker's examples, or its part of that"
 
 
 class RowExchanges(Protocol):
@@ -144,6 +154,10 @@ class Whole:
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""
         return expand(call.eqn.params, call.operands, call.forward)
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker."""
+        return SumWithin.AT_ONCE
 
     def run(self, call: BoundaryCall, runner: Any) -> list[Any]:
         """Returns the results of the boundary `call`; there are no loops that `runner` could run."""

@@ -26,7 +26,7 @@ from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
 from splitjax.lower.products.groups import Copies, MeshContext
 from splitjax.lower.products.interpret import evaluate_equation
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import BoundaryCall, LoweredStep, Whole, example_dim
+from splitjax.lower.way import BoundaryCall, LoweredStep, SumWithin, Whole, example_dim
 from splitjax.plan import Plan
 from splitjax.primitives.walk import Site
 
@@ -48,6 +48,12 @@ class Microbatched:
     def num_parts(self) -> int:
         """The number of microbatches."""
         return self.job.split.num_microbatches
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker: outside of islands, each
+        device sees all of the worker's examples."""
+        islands, operand = self.job.islands, self.job.analysis.body.inputs[position]
+        return SumWithin.AT_ONCE if islands is not None and operand in islands.params else SumWithin.NEVER
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`, whose workers all do the same."""

@@ -19,7 +19,7 @@ from splitjax.lower.products.groups import scope
 
 # A TPU's collectives want groups of equal size. There everybody takes part, with zeros.
 _EQUAL_GROUPS = ("tpu",)
-# Name scopes of the two kinds of collectives, by which `report.evidence` knows them.
+# Name scopes of the two kinds of collectives, by which `report.op_names` knows them.
 SUMMED, HANDED = "summed", "handed"
 
 

@@ -24,7 +24,7 @@ from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
 from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import BoundaryCall, example_dim
+from splitjax.lower.way import BoundaryCall, SumWithin, example_dim
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
@@ -221,6 +221,10 @@ class OwnLossWay:
     aux_dims: tuple[int | None, ...]
     how: str = dataclasses.field(default="own loss", init=False)
     why: str = dataclasses.field(default="the loss is no sum over examples", init=False)
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Gives how the gradient of the operand at `position` is added up within a worker."""
+        return SumWithin.FIRST
 
     def run(self, call: BoundaryCall, runner: Runner[RunnableLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the workers' losses run by `runner`."""
