@@ -7,14 +7,16 @@ sees jaxprs only through the functions here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 from jax import core as public_core
 from jax._src import clusters, distributed, source_info_util, xla_bridge
+from jax._src import config as config_internal
 from jax._src import core as core_internal
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # where JAX itself takes it from
@@ -28,6 +30,10 @@ from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.extend.core import Var as Var
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NO_EFFECTS: frozenset[Any] = frozenset()
 
@@ -110,6 +116,34 @@ def equation_context(eqn: Any) -> Any:
     if not mesh.empty:
         stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
     return stack
+
+
+def axes_of_size_one_are_no_types() -> Any:
+    """Returns a context manager under which types of arrays name no mesh axis of size 1: every layout is the same."""
+    return config_internal.remove_size_one_mesh_axis_from_type(True)
+
+
+def context_mesh(eqn: Any) -> Any:
+    """Returns the abstract mesh in whose context `eqn` was traced; the empty one where there was none."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def moved_equation(
+    eqn: Any, invars: Sequence[Any], outvars: Sequence[Any], params: dict[str, Any], mesh: Any, primitive: Any = None
+) -> Any:
+    """Returns `eqn` with other operands, results and parameters, in the context of the abstract `mesh`, with its own
+    source line and name stack. `primitive`: another operation in its place."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        context = type(eqn.ctx)()
+    changes = {} if primitive is None else {"primitive": primitive, "effects": NO_EFFECTS}
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params, ctx=context, **changes)
+
+
+def like_jaxpr(value: Any, changed: Any) -> Any:
+    """Returns the open jaxpr `changed` as what `value` is, open or closed, with the same constants."""
+    if isinstance(value, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
+        return ClosedJaxpr(changed, list(value.consts))
+    return changed
 
 
 def source_line(eqn: Any) -> str:
@@ -260,6 +294,37 @@ def define_primitive(
     batching.fancy_primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
     return primitive
+
+
+_forget_mesh = define_primitive(
+    "forget_mesh",
+    lambda value: [value],
+    lambda aval: ([public_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)], NO_EFFECTS),
+)
+
+
+def forget_mesh(value: Any, explicit_only: bool = False) -> Any:
+    """Returns `value` as an array whose type names no mesh, so that it goes with any other; its layout stays.
+    `explicit_only`: leave values alone whose mesh has no axis of type Explicit. Compiles to nothing."""
+    types = jax.typeof(value).sharding.mesh.axis_types
+    wanted = jax.sharding.AxisType.Explicit in types if explicit_only else bool(types)
+    return _forget_mesh.bind(value)[0] if wanted else value
+
+
+def outside_mesh(fn: Callable[P, R]) -> Callable[P, R]:
+    """Returns `fn`, run as if no `jax.set_mesh` were around its calls: what it traces then does not depend on it."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if jax.sharding.get_abstract_mesh().empty:
+            return fn(*args, **kwargs)
+        # Within another trace the mesh of its devices is that trace's, and cannot be set.
+        is_outermost = core_internal.trace_state_clean()
+        nothing: Any = None  # which type checkers do not know to be taken
+        with jax.set_mesh(nothing) if is_outermost else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def rebind(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overlo
 import jax
 import jax.numpy as jnp
 
+from splitjax import _compat
 from splitjax._filtered_call import Call
 from splitjax.compile.entry import CompileRecord
 from splitjax.compile.session import Session
@@ -33,6 +34,7 @@ from splitjax.planning.carried import Carried
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
 from splitjax.step.positions import ArgumentRoles, keyword_only, make_options, positional, with_states
+from splitjax.step.traced import naming_axes
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -78,8 +80,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         self._log = CallLog()
 
     @functools.cached_property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The mesh, made when it is first needed."""
+    def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+        """The mesh as it was given, or made of its sizes when it is first needed."""
         return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
 
     @property
@@ -99,6 +101,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))
 
+    @_compat.outside_mesh
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Runs one call, made in `frame`."""
         if kwargs or self._keyword_only:
@@ -121,6 +124,12 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """The plan for these arguments (abstract ones will do): prints as a table, renders in Jupyter."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.plan(*call.args)
+
+    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The `NamedSharding` of every array of these arguments (abstract ones will do): one pytree per argument, an
+        `nnx.State` in place of each NNX object, None in place of what is static."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return self._arranged(call, call.step.shardings(*call.args))
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
@@ -244,6 +253,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         for step in self._steps.values():
             step.resume(carried)
 
+    @_compat.outside_mesh
     def init(self, make_fn: Callable[..., S], *make_args: Any, example: Sequence[Any]) -> S:
         """Creates the states already sharded: `make_fn(*make_args)` is compiled with the plan's shardings as its
         results', so that no device ever holds the whole.
@@ -256,11 +266,13 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         call, single = self._planned(make_fn, make_args, example)
 
         def create(*args: Any) -> list[jax.Array]:
-            return [_strong(leaf) for leaf in self._made(make_fn(*args), example)[0].made_leaves]
+            made = naming_axes(make_fn, self.mesh)(*args)
+            return [_strong(leaf) for leaf in self._made(made, example)[0].made_leaves]
 
         states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
         return cast("S", states[0] if single else states)
 
+    @_compat.outside_mesh
     def abstract_state(self, make_fn: Callable, *make_args: Any, example: Sequence[Any]) -> Any:
         """Describes the states that `make_fn(*make_args)` makes: `ShapeDtypeStruct`s with shardings for arrays, for
         one's own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
@@ -274,7 +286,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         made = []
 
         def describe(*args: Any) -> list[Any]:
-            made.append(self._made(make_fn(*args), example))
+            made.append(self._made(naming_axes(make_fn, self.mesh)(*args), example))
             return made[-1][0].made_leaves
 
         shapes = jax.eval_shape(describe, *make_args)
@@ -358,6 +370,10 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """Takes a call's arguments apart."""
 
     @abc.abstractmethod
+    def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arranges the plain step's shardings by the user's arguments."""
+
+    @abc.abstractmethod
     def _unpack(self, call: Call, result: Any) -> Any:
         """Puts what the plain step returned together again."""
 
@@ -391,5 +407,5 @@ def read_options(fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Argu
 
 def _strong(leaf: Any) -> jax.Array:
     """An array without a weak type, which would make the second call another program."""
-    leaf = jnp.asarray(leaf)
+    leaf = _compat.forget_mesh(jnp.asarray(leaf), explicit_only=True)
     return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jax.lax.convert_element_type(leaf, leaf.dtype)

@@ -141,6 +141,9 @@ class EquinoxStep(FilteredStep[P, R]):
 
         return Call(step, (static, *dynamic), numbers, rebuild)
 
+    def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
+        return shardings[1:]
+
     def _unpack(self, call: Call, result: Any) -> Any:
         return detach(result)
 

@@ -134,6 +134,10 @@ class ScheduleError(SplitjaxError, ValueError):
     """A job, a cluster or a policy that cannot be, or a policy's decision that cannot be carried out."""
 
 
+class SearchError(SplitjaxError, ValueError):
+    """A search over discrete choices whose problem is malformed, or that asks for what it cannot have."""
+
+
 class ExtensionError(SplitjaxError, ImportError):
     """Another package declares a scheme, a policy, a model, a rule set or a primitive, and it cannot be loaded."""
 

@@ -3,28 +3,42 @@ device."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from splitjax.errors import MeshError
+from splitjax.roles import KNOWN_AXES, MeshRoles, Role
+
+# Sizes by axis as a user writes them: a number, -1 for what is left, or the sizes over the slow and the fast network.
+MeshSizes = Mapping[str, "int | Mapping[str, int]"]
+AnyMesh = TypeVar("AnyMesh", bound="Mesh | AbstractMesh")
+
+SLOW, FAST = "dcn", "ici"  # the networks of an axis, as JAX's own hybrid meshes call them
+# Kinds of TPU whose torus `jax.make_mesh` splits along an axis where sizes ask for it.
+_SPLIT_TORUS = ("TPU v5 lite", "TPU v5e")
 
 DATA = "data"
-MODEL = "model"
-# Axes a shipped rule set may name although the mesh lacks them: they then have size 1.
-KNOWN_AXES = (DATA, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Axis names with their sizes, major first: a mesh without its devices. Hashable, serialisable."""
+    """Axis names with their sizes, major first: a mesh without its devices. Hashable, serialisable.
+
+    - `axes`: pairs of a name and a size.
+    - `said`: pairs of an axis and its role, for axes of which the user said one that their name does not tell.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    said: tuple[tuple[str, Role], ...] = ()
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int] | MeshShape) -> MeshShape:
@@ -46,6 +60,29 @@ class MeshShape:
                     remedy="give the number of devices along that axis",
                 )
         return cls(tuple((axis, int(size)) for axis, size in shape.items()))
+
+    def with_roles(self, said: Mapping[str, Role]) -> MeshShape:
+        """Returns the shape with the roles that a user `said` of its axes. Raises `MeshError` for an axis that the mesh
+        lacks."""
+        for axis in said:
+            if axis not in self.names:
+                raise MeshError(
+                    f"roles speaks of an axis {axis!r} that the mesh lacks",
+                    value=dict(self.axes),
+                    place="roles",
+                    remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
+                )
+        # A role that the name tells already is not said: the shape is the same with and without it.
+        news = MeshRoles.of(self.names, {})
+        return dataclasses.replace(
+            self,
+            said=tuple((axis, said[axis]) for axis in self.names if axis in said and said[axis] != news.role(axis)),
+        )
+
+    @functools.cached_property
+    def roles(self) -> MeshRoles:
+        """The role of every axis."""
+        return MeshRoles.of(self.names, dict(self.said))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,6 +117,11 @@ class MeshShape:
         """Returns those of `axes` that this mesh has with a size above 1, in the given order."""
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
+    def meant(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes of a size above 1 that the `names` of a rule mean, axes or roles, in their order. Raises
+        `MeshError` for an axis that the mesh lacks."""
+        return self.present(self.roles.resolve(names))
+
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns `axes`, which split a dim together, in the order in which XLA can be trusted with them.
 
@@ -92,7 +134,8 @@ class MeshShape:
         return tuple(sorted(axes, key=self.names.index))
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in self.axes)
+        said = dict(self.said)
+        return " x ".join(f"{axis}={size}" + (f" ({said[axis]})" if axis in said else "") for axis, size in self.axes)
 
 
 def _sizes(mesh: Any) -> dict[Any, Any]:
@@ -126,31 +169,30 @@ def _sizes(mesh: Any) -> dict[Any, Any]:
     )
 
 
-def check_runnable(mesh: Mesh | Mapping[str, int]) -> None:
-    """Raises `MeshError` where `mesh` is nothing that a step can run on: no mesh and no sizes by axis, or an abstract
-    mesh."""
-    if isinstance(mesh, AbstractMesh):
-        raise MeshError(
-            "an abstract mesh has no devices to run on",
-            value=mesh,
-            place="mesh",
-            remedy=f"give {dict(mesh.shape)}, or a jax.sharding.Mesh",
-        )
-    MeshShape.of(mesh)
+def check_mesh(mesh: Mesh | AbstractMesh | MeshSizes) -> None:
+    """Raises `MeshError` where `mesh` is nothing that a step can be planned on: no mesh and no sizes by axis. Looks at
+    no devices: a size of -1 passes here."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        _filled(_axis_networks(mesh), None)
 
 
-def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
-    """Makes the `jax.sharding.Mesh` for what the user gave as `mesh`: a mesh as it is, sizes over the local run's
-    devices, or None for all devices on `data`. Axes are of type Auto, so that XLA places what the plan leaves open.
+def make_mesh(mesh: Mesh | AbstractMesh | MeshSizes | None) -> Mesh | AbstractMesh:
+    """Makes the mesh for what the user gave as `mesh`: a mesh as it is, sizes over the local run's devices, or None for
+    all devices on `data`.
 
-    Raises `MeshError` when the product of the sizes is not the number of devices.
+    Sizes give axes of type Auto, so that XLA places what the plan leaves open, over devices in the order that
+    `jax.make_mesh` chooses by their topology. A size is a number, -1 for as many as there are devices left, or
+    `{"dcn": 2, "ici": 4}`: how many slices or nodes the axis crosses over the slow network, times how many devices it
+    has within each.
+
+    Raises `MeshError` when the product of the sizes is not the number of devices, or the slices are not those that
+    the devices stand in.
     """
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
-    if mesh is not None:
-        check_runnable(mesh)
     devices = jax.devices()
-    shape = MeshShape.of({DATA: len(devices)} if mesh is None else mesh)
+    networks = _filled(_axis_networks({DATA: len(devices)} if mesh is None else mesh), len(devices))
+    shape = MeshShape(tuple((axis, slow * fast) for axis, (slow, fast) in networks.items()))
     if shape.num_devices > len(devices):
         raise MeshError(
             f"the mesh {shape} needs {shape.num_devices} devices, and JAX sees {len(devices)}",
@@ -168,5 +210,145 @@ def make_mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
             place="mesh",
             remedy="make the product of the axis sizes the number of devices",
         )
-    chosen = np.asarray(devices[: shape.num_devices]).reshape([size for _, size in shape.axes])
-    return Mesh(chosen, shape.names, axis_types=(AxisType.Auto,) * len(shape.names))
+    arranged = arrange(devices[: shape.num_devices], networks)
+    return Mesh(arranged, shape.names, axis_types=(AxisType.Auto,) * len(shape.names))
+
+
+def arrange(devices: Sequence[Any], networks: Mapping[str, tuple[int, int]]) -> np.ndarray:
+    """Arranges `devices` in the order that JAX chooses by their topology.
+
+    **Arguments:** `devices`: as many as the sizes make (those of a topology description serve). `networks`: by axis,
+    (how many slices or nodes it crosses, how many devices it has within each). Where nothing is said to cross several
+    slices, the major axes that divide by them do, as those that send least.
+
+    Returns the devices, as an array with a dim for each axis. Raises `MeshError` where the devices do not stand in as
+    many slices or nodes."""
+    # TPU slices and GPU nodes are told apart by the devices themselves; elsewhere a process is such a unit.
+    slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    is_said = any(slow > 1 for slow, _ in networks.values())
+    if len(slices) == 1 and not is_said:
+        return _within_slice([fast for _, fast in networks.values()], devices)
+    if not is_said:
+        networks, left = _crossing(networks, len(slices))
+        if left > 1 or len(set(slices.values())) > 1:
+            return np.asarray(devices).reshape([slow * fast for slow, fast in networks.values()])
+    num_slow, by_process = math.prod(slow for slow, _ in networks.values()), len(slices) == 1
+    num_units = len({device.process_index for device in devices}) if by_process else len(slices)
+    if num_units != num_slow:
+        unit = "processes" if by_process else "slices or nodes"
+        raise MeshError(
+            f"the mesh crosses {num_slow} slices or nodes over the slow network, and the devices stand in {num_units}"
+            f" {unit}",
+            value={axis: {SLOW: slow, FAST: fast} for axis, (slow, fast) in networks.items()},
+            place="mesh",
+            remedy=f'make the product of the "{SLOW}" sizes {num_units}'
+            + ("; without a slow network give whole sizes alone" if num_units == 1 else ""),
+        )
+    slow_sizes, fast_sizes = zip(*networks.values(), strict=True)
+    arrange = functools.partial(mesh_utils.create_hybrid_device_mesh, fast_sizes, slow_sizes, devices)
+    return _splitting_the_torus(functools.partial(arrange, process_is_granule=by_process), devices)
+
+
+def _crossing(networks: Mapping[str, tuple[int, int]], num_slices: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Returns `networks` with the axes that cross `num_slices` slices, major ones first, and how many slices are left
+    over because no axis divides by them."""
+    chosen = {}
+    for axis, (_, fast) in networks.items():
+        slow = math.gcd(fast, num_slices)
+        chosen[axis], num_slices = (slow, fast // slow), num_slices // slow
+    return chosen, num_slices
+
+
+def _within_slice(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Arranges the `devices` of one slice into axes of `sizes`."""
+    return _splitting_the_torus(functools.partial(mesh_utils.create_device_mesh, sizes, devices), devices)
+
+
+def _splitting_the_torus(arrange: Callable[..., np.ndarray], devices: Sequence[Any]) -> np.ndarray:
+    """Returns what `arrange` makes of `devices`: with each mesh axis on whole dims of the TPU's torus where that is
+    possible, and these dims split among axes otherwise."""
+    if devices[0].device_kind not in _SPLIT_TORUS:
+        try:
+            return arrange(allow_split_physical_axes=False)
+        except NotImplementedError:  # no dims of the torus make an axis of one of the sizes
+            pass
+    return arrange(allow_split_physical_axes=True)
+
+
+def inside_mesh(mesh: AnyMesh) -> AnyMesh:
+    """Returns the mesh on which a step over `mesh` is planned and evaluated: the same devices and axes, with Auto ones
+    in place of Explicit ones, because XLA places what a plan leaves open. It is `mesh` itself where it has none."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    if isinstance(mesh, AbstractMesh):
+        return cast("AnyMesh", mesh.update(axis_types=types))
+    return cast("AnyMesh", Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+
+
+def with_devices(mesh: Mesh | AbstractMesh, place: str) -> Mesh:
+    """Returns `mesh` where it has devices. `place`: what they are needed for, for the message. Raises `MeshError` for
+    an abstract mesh."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    raise MeshError(
+        "an abstract mesh has no devices to run on",
+        value=mesh,
+        place=place,
+        remedy="plan, shardings, abstract_state, graph and lower(...).as_text() work on it; to run, give"
+        f" {dict(mesh.shape)} or a jax.sharding.Mesh",
+    )
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Returns the platform of a mesh's devices, such as `cpu`: of an abstract mesh what its abstract device says, or
+    else that of JAX's default backend."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
+
+
+def _axis_networks(mesh: object) -> dict[str, tuple[int, int]]:
+    """Returns by axis (how many slices or nodes it crosses, how many devices it has within each) of sizes as a user
+    writes them; -1 for a size that is left open."""
+    networks = {}
+    for axis, size in _sizes(mesh).items():
+        parts = dict(size) if isinstance(size, Mapping) else {FAST: size}
+        if not parts or set(parts) - {SLOW, FAST}:
+            raise MeshError(
+                f"mesh axis {axis!r} is given by the networks that it crosses, and these are not known",
+                value=size,
+                place="mesh",
+                remedy=f'write {{"{SLOW}": 2, "{FAST}": 4}}: slices or nodes on the slow network, devices in each',
+            )
+        networks[axis] = tuple(parts.get(part, 1) for part in (SLOW, FAST))
+    return networks
+
+
+def _filled(networks: Mapping[str, tuple[int, int]], num_devices: int | None) -> dict[str, tuple[int, int]]:
+    """Returns `networks`, checked, with the size that is left open as `num_devices` says; 1 in its place where that is
+    None, because nobody has looked yet. Raises `MeshError` for other sizes than whole ones, and for two left open."""
+    open_axes = [axis for axis, (_, fast) in networks.items() if _is_open(fast)]
+    if len(open_axes) > 1:
+        raise MeshError(
+            f"the sizes of {len(open_axes)} mesh axes are left open",
+            value={axis: -1 for axis in open_axes},
+            place="mesh",
+            remedy="give -1 to one axis at most: it gets the devices that the others leave",
+        )
+    for part in (0, 1):
+        MeshShape.of({axis: 1 if part and _is_open(sizes[part]) else sizes[part] for axis, sizes in networks.items()})
+    known = math.prod(slow * (1 if _is_open(fast) else fast) for slow, fast in networks.values())
+    if open_axes and num_devices is not None and num_devices % known:
+        raise MeshError(
+            f"the size of mesh axis {open_axes[0]!r} is left open, and {num_devices} devices do not divide by {known}",
+            value={axis: fast if slow == 1 else {SLOW: slow, FAST: fast} for axis, (slow, fast) in networks.items()},
+            place="mesh",
+            remedy=f"make the product of the other sizes a divisor of {num_devices}",
+        )
+    left = 1 if num_devices is None else num_devices // known
+    return {axis: (int(slow), left if _is_open(fast) else int(fast)) for axis, (slow, fast) in networks.items()}
+
+
+def _is_open(size: object) -> bool:
+    return isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size == -1

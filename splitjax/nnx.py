@@ -357,6 +357,11 @@ class NNXStep(FilteredStep[P, R]):
             "state_outnums": outnums,
         }
 
+    def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
+        graph, groups = call.args[0].graph, shardings[1:FIRST]
+        objects = nnx.unflatten(graph.graphdef, graph.join(*(group.values for group in groups)))
+        return tuple(fill(argument, [nnx.state(each) for each in objects]) for argument in shardings[FIRST:])
+
     def _unpack(self, call: Call, result: Any) -> Any:
         new, made, *rest = result
         extra: Extra = rest[-1]

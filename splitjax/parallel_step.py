@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
 
@@ -21,7 +21,7 @@ from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_e
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
-from splitjax.mesh import check_runnable
+from splitjax.mesh import MeshSizes, check_mesh, platform_of, with_devices
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
@@ -64,20 +64,20 @@ class ParallelStep(Generic[P, R]):
     def __init__(
         self,
         recipe: Recipe,
-        mesh: jax.sharding.Mesh | Mapping[str, int] | None,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None,
         parent: ParallelStep[..., Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, recipe.fn)
         if mesh is not None:
-            check_runnable(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
+            check_mesh(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
         self._recipe = recipe
         self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._states = GivenStates(recipe.name, recipe.options, recipe.donate)
 
     @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The mesh, made when it is first needed."""
+    def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+        """The mesh as it was given, or made of its sizes when it is first needed."""
         return self._programs.mesh
 
     @property
@@ -94,6 +94,7 @@ class ParallelStep(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))
 
+    @_compat.outside_mesh
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Runs one call, made in `frame`."""
         if kwargs or self._recipe.keywords:
@@ -101,7 +102,7 @@ class ParallelStep(Generic[P, R]):
         entry = self._programs.settled(self._programs.last or self._programs.entry(args))
         if self._recipe.donate and self._states.check(args):  # before the call: see `compile.placement.unshare`
             args = unshare(args, self._recipe.options.state_argnums)
-        if self.mesh.is_multi_process:
+        if isinstance(self.mesh, jax.sharding.Mesh) and self.mesh.is_multi_process:
             args, entry = self._programs.across_processes(args)
         try:
             try:
@@ -123,15 +124,18 @@ class ParallelStep(Generic[P, R]):
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan: ...
     @overload
     def plan(self, *args: Any, **kwargs: Any) -> Plan: ...
+    @_compat.outside_mesh
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s): prints as a table, renders in Jupyter."""
         return self._programs.entry(positional(self._recipe.fn, args, kwargs)).plan
 
+    @_compat.outside_mesh
     def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The `NamedSharding` of every array of these arguments (arrays or `ShapeDtypeStruct`s): one pytree per
         argument, None for a static one. `shardings(state, batch)[1]` is where batches go."""
         return self._programs.entry(positional(self._recipe.fn, args, kwargs)).argument_shardings(self._recipe)
 
+    @_compat.outside_mesh
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
         """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
         return self._programs.entry(positional(self._recipe.fn, args, kwargs)).graph
@@ -140,6 +144,7 @@ class ParallelStep(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
     @overload
     def lower(self, *args: Any, **kwargs: Any) -> Any: ...
+    @_compat.outside_mesh
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step for these arguments as `jax.jit(fn).lower` does: `.compile()`, `.as_text()`,
         `.compile().memory_analysis()`. With another `sync` than `"dense"` the program returns `(result, observed)`, and
@@ -152,12 +157,14 @@ class ParallelStep(Generic[P, R]):
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...
     @overload
     def report(self, *args: Any, **kwargs: Any) -> Report: ...
+    @_compat.outside_mesh
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every
         collective with layer, source line and cause. Compiles the step; runs nothing. Of a step with partial
         backpropagation what runs first after the warm-up."""
         from splitjax.report.value import make_report  # it is loaded when it is first used
 
+        with_devices(self.mesh, f"{self._recipe.name}.report")
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
@@ -170,9 +177,10 @@ class ParallelStep(Generic[P, R]):
             entry.graph,
             names,
             step=self._recipe.name,
-            platform=self.mesh.devices.flat[0].platform,
+            platform=platform_of(self.mesh),
         )
 
+    @_compat.outside_mesh
     def verify(
         self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any
     ) -> Verification:
@@ -198,7 +206,7 @@ class ParallelStep(Generic[P, R]):
 
         args = positional(self._recipe.fn, args, kwargs)
         self._states.check(args)
-        return verify_step(self._recipe, self.mesh, self._programs.entry(args), sizes, own_precision)
+        return verify_step(self._recipe, self._programs.inside, self._programs.entry(args), sizes, own_precision)
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """Measures how sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
@@ -247,6 +255,7 @@ class ParallelStep(Generic[P, R]):
             per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link
         )
 
+    @_compat.outside_mesh
     def job_profile(
         self,
         *args: Any,
@@ -281,26 +290,22 @@ class ParallelStep(Generic[P, R]):
         `BatchError` for a batch that does not divide; see docs/scheduler.md.
         """
         args = positional(self._recipe.fn, args, kwargs)
-        from splitjax.measure.job_profiling import profile_job  # the scheduler is loaded when it is first used
+        # The scheduler is loaded when it is first used.
+        from splitjax.measure.job_profiling import JobRequest, profile_job
 
-        return profile_job(
-            self._recipe,
-            self.mesh,
-            self._states.check,
-            args,
-            name=name,
-            num_workers=num_workers,
-            link=link,
-            input_seconds=input_seconds,
-            stages=stages,
-        )
+        request = JobRequest(name, num_workers, link, input_seconds, stages)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.job_profile")
+        return profile_job(self._recipe, mesh, self._states.check, args, request)
 
+    @_compat.outside_mesh
     def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
         """The advice from calls given by their arguments."""
         from splitjax.measure.advising import advise_calls
 
-        return advise_calls(self._recipe, self.mesh, self._states.check, calls, backprop, link)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.advise")
+        return advise_calls(self._recipe, mesh, self._states.check, calls, backprop, link)
 
+    @_compat.outside_mesh
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
         """The profile of calls given by their arguments."""
         from splitjax.measure.profiling import profile_calls
@@ -309,8 +314,9 @@ class ParallelStep(Generic[P, R]):
             self._states.check(args)
             return self._programs.entry(args)
 
-        return profile_calls(self._recipe, self.mesh, entry_of, calls, num_workers)
+        return profile_calls(self._recipe, self._programs.inside, entry_of, calls, num_workers)
 
+    @_compat.outside_mesh
     def init(self, init_fn: Callable[..., S], *init_args: Any, example: Sequence[Any]) -> S:
         """Creates the states already sharded: `init_fn(*init_args)` is compiled with the plan's shardings as its
         results', so that no device ever holds the whole.
@@ -326,11 +332,13 @@ class ParallelStep(Generic[P, R]):
     def place(self, state: S, /, *, example: Sequence[Any]) -> S: ...
     @overload
     def place(self, *states: *States, example: Sequence[Any]) -> tuple[*States]: ...
+    @_compat.outside_mesh
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
         """Puts existing `states` onto the plan (copies: the originals stay usable). `example`: all other arguments of
         the step, in order. Returns one state, or a tuple of them."""
         return place_state(self._programs.entry, self._recipe, self.mesh, states, example)
 
+    @_compat.outside_mesh
     def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:
         """Describes the states that `init_fn(*init_args)` makes as `ShapeDtypeStruct`s with their shardings, for one's
         own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
@@ -357,15 +365,18 @@ class ParallelStep(Generic[P, R]):
             static_argnames,
             None,
         )
-        recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
+        told = self._recipe
+        recipe = Recipe(fn, options, told.rules, None, False, told.unknown, returns_state=False, roles=told.roles)
         return ParallelStep(recipe, None, parent=self)
 
+    @_compat.outside_mesh
     def carried(self) -> Carried:
         """Returns what the step keeps between its calls besides its states: how tables are synchronised, what was seen
         of them, what rounding on the wire took away, and where partial backpropagation stands in its depth schedule
         (docs/checkpoints.md). Waits for the last call. In a run of several processes all of them ask."""
         return self._programs.carried()
 
+    @_compat.outside_mesh
     def resume(self, carried: Carried | None) -> None:
         """Puts back what `carried` gave, in another run of the same program perhaps: the step goes on as the one that
         gave it. On another mesh, or with another `sync`, tables are observed anew. In a run of several processes all of

@@ -81,9 +81,8 @@ def test_a_mesh_without_names(mesh, remedy):
 def test_a_mesh_of_devices_alone_and_one_without_devices():
     error = complains(MeshError, "named axes", lambda: splitjax.parallelize(step, mesh=jax.devices()))
     assert "jax.sharding.Mesh(devices" in error.remedy
-    complains(
-        MeshError, "no devices", lambda: splitjax.parallelize(step, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
-    )
+    abstract = jax.sharding.AbstractMesh((8,), ("data",))
+    complains(MeshError, "no devices", lambda: splitjax.parallelize(step, mesh=abstract)(fresh(), BATCH))
 
 
 def test_unknown_rule_set_and_axis():

@@ -17,7 +17,15 @@ from splitjax.runtime.checkpoint import folder as folders
 from splitjax.runtime.checkpoint import integrity
 from splitjax.runtime.checkpoint.description import Description
 
-TIMES = ("seconds", "examples_per_second")  # what differs between any two runs
+# What differs between any two runs.
+TIMES = (
+    "seconds",
+    "examples_per_second",
+    "step_seconds_p50",
+    "step_seconds_p99",
+    "slowest_rank",
+    "slowest_own_seconds",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from splitjax.schedule import (
     read_philly,
     simulate,
 )
-from splitjax.schedule.policies.packing import demands
+from splitjax.schedule.policies.group_plan import demands
 
 CLUSTER = Cluster(16, 8)
 ORDERS = ("srtf", "las", "fifo")

@@ -13,7 +13,8 @@ import numpy as np
 from benchmarks.jigsaw import common
 from splitjax.schedule import get, simulate
 from splitjax.schedule.policies import orders
-from splitjax.schedule.policies.packing import PackingOptions, pack
+from splitjax.schedule.policies.group_plan import PackingOptions
+from splitjax.schedule.policies.packing import pack
 
 TRACES = ("7f04ca", "ee9e8c")
 LOAD, SEEDS = 1.5, 3

@@ -34,8 +34,9 @@ from splitjax.schedule import (
     simulate,
 )
 from splitjax.schedule.model.jobs import DEVICE
+from splitjax.schedule.policies.group_plan import PackingOptions
 from splitjax.schedule.policies.orders import fifo
-from splitjax.schedule.policies.packing import PackingOptions, pack
+from splitjax.schedule.policies.packing import pack
 
 CLUSTER = Cluster(1, 2)
 ROUNDS = 5

@@ -132,7 +132,7 @@ def commands(pipe: connection.Connection) -> Iterator[tuple[Any, ...]]:
 
 def _free_address() -> str:
     """Of this process, as the others of the run see it, with a port that is free."""
-    from splitjax.runtime.launch.initialize import COORDINATOR
+    from splitjax.runtime.launch.variables import COORDINATOR
 
     host, _, port = os.environ[COORDINATOR].rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

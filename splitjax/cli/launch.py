@@ -61,6 +61,13 @@ class Launch(Traceback):
     """How long workers may take to save and exit after Ctrl-C or SIGTERM, before they are killed."""
     exit_timeout_seconds: float | None = None
     """How long workers may go on after the first has ended well; for ever if not given."""
+    step_timeout_seconds: float | None = None
+    """How long a worker of splitjax's training loop may go without completing a step, before the run ends or restarts
+    and says which worker is stuck where: ten times the median step, at least 60 s, if not given; inf for no limit."""
+    compile_timeout_seconds: float = 3600.0
+    """The same for a first step, any compilation, and a test."""
+    save_timeout_seconds: float = 1200.0
+    """The same for what a checkpoint holds up."""
     heartbeat_seconds: int = 100
     """A worker that cannot reach the coordinator for so long ends itself; one that gives no sign of life for so long is
     killed."""

@@ -10,20 +10,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.programs import Programs
 from splitjax.lower.partial.depth_schedule import scheduled_programs
 from splitjax.lower.partial.lowered import Lowered
+from splitjax.lower.strategies import CHOOSER, StepWays
+from splitjax.mesh import inside_mesh, platform_of
 from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import predict
-from splitjax.step.traced import Traced
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.step.traced import Traced, trace_step
 
 
-def build_entry(recipe: Recipe, mesh: Mesh, traced: Traced) -> CompiledEntry:
+def build_entry(recipe: Recipe, mesh: Mesh | AbstractMesh, traced: Traced) -> CompiledEntry:
     """Builds the entry of a training step's call of which nothing else is known: makes its plan, and wraps it for
     `jax.jit`. The step is not called.
 
@@ -33,12 +37,36 @@ def build_entry(recipe: Recipe, mesh: Mesh, traced: Traced) -> CompiledEntry:
     return compile_draft(recipe, mesh, with_tables(begin(recipe, mesh, traced), KnownTables()))
 
 
-def begin(recipe: Recipe, mesh: Mesh, traced: Traced, layouts: Mapping[str, LeafPlan] | None = None) -> Draft:
+def begin(
+    recipe: Recipe, mesh: Mesh | AbstractMesh, traced: Traced, layouts: Mapping[str, LeafPlan] | None = None
+) -> Draft:
     """Decides what the trace and the options of a step decide; see `planning.passes.draft_step`.
 
     **Arguments:** `recipe`, `mesh`, `traced`: as for `build_entry`. `layouts`: by path, the layout of the training step
     that an evaluation follows; None for a training step."""
-    return draft_step(traced, mesh, plan_request(recipe, mesh.devices.flat[0].platform, layouts))
+    request = plan_request(recipe, platform_of(mesh), layouts)
+    draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
+    if not traced.is_settled:
+        specs = [leaf.spec for leaf in draft.layout.leaves]
+        traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
+        draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
+    notes = [] if inside_mesh(mesh) is mesh else _about_types(mesh, traced)
+    return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
+
+
+def _about_types(mesh: Mesh | AbstractMesh, traced: Traced) -> list[str]:
+    """Says what became of the Explicit axes of the user's `mesh` in the step."""
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    axes = f"mesh axes of type Explicit ({', '.join(explicit)})"
+    if not traced.annotations:
+        return [
+            f"{axes} are Auto inside the step, which has no jax.reshard, out_sharding= or sharding constraint: XLA"
+            " places what the plan leaves open; arguments and results carry the mesh as given"
+        ]
+    return [
+        f"the step is traced under its {axes}; what it says of arrays is pinned",
+        *(f"pinned: {annotation}" for annotation in traced.annotations),
+    ]
 
 
 def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] | None = None) -> PlanRequest:
@@ -48,6 +76,7 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
         name=recipe.name,
         returns_state=recipe.returns_state,
         rules=recipe.rules,
+        roles=recipe.roles,
         pinned=recipe.pinned,
         followed=layouts,
         unknown=recipe.unknown,
@@ -59,13 +88,14 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
     )
 
 
-def compile_draft(recipe: Recipe, mesh: Mesh, draft: Draft) -> CompiledEntry:
+def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> CompiledEntry:
     """Builds the entry of a `draft` that went through all passes. `recipe`, `mesh`: as for `build_entry`."""
-    assert draft.sites is not None and draft.ways is not None, "a draft went through all passes before it is compiled"
+    assert draft.sites is not None, "a draft went through all passes before it is compiled"
+    assert isinstance(draft.ways, StepWays), "its boundaries run as lowering chose"
     plan, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
-    lowered = Lowered(draft.sites, traced.jaxpr, traced.matched, tables)
+    lowered = Lowered(StepLayout(MeshContext(draft.mesh), draft.sites), traced.jaxpr, traced.matched, tables)
     programs = Programs(
         recipe,
         mesh,

@@ -13,20 +13,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from splitjax import _compat
 from splitjax.compile.programs import StepProgram
 from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
-from splitjax.lower.partial.step import PartialStep
-from splitjax.lower.products.layout import named_sharding
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import DENSE, SyncRequest
-from splitjax.lower.tables.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.sites.layout import named_sharding
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import DENSE, SyncRequest
+from splitjax.planning.tables.sync_request import parse as parse_sync
+from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text
 from splitjax.step.arguments import Bound
@@ -50,6 +51,7 @@ class Recipe:
     - `unknown`: `error` or `gather`, for operations without dim rule.
     - `returns_state`: whether the step returns its states; False for an evaluation.
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
+    - `roles`: what the user said that mesh axes are for.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -65,6 +67,7 @@ class Recipe:
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
     verify: str | None = None
+    roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def request(self) -> SyncRequest:
@@ -107,7 +110,7 @@ class CompiledEntry:
 
     **Attributes:**
 
-    - `traced`: the call that it was built for, traced. `mesh`: the devices.
+    - `traced`: the call that it was built for, traced. `mesh`: the user's, on which arrays come and go.
     - `plan`: the plan of the step.
     - `jitted`: the program, which takes the step's positional arguments; with partial backpropagation, the programs by
       number of the step.
@@ -122,7 +125,7 @@ class CompiledEntry:
     traced: Traced
     plan: Plan
     jitted: StepProgram | ScheduledPrograms
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     sparse: SparseStep | None = None
     observes: bool = False
     is_decided: bool = False
@@ -203,7 +206,7 @@ class CompiledEntry:
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 
 
-def trace_error(error: Exception, recipe: Recipe, mesh: Mesh, args: tuple[Any, ...]) -> Exception:
+def trace_error(error: Exception, recipe: Recipe, mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> Exception:
     """Returns the typed error for what `jax.jit` says where arguments live where the plan does not want them; any other
     `error` as it is. `recipe`, `mesh`: the step that was called; `args`: its arguments, which do not matter."""
     text = str(error)

@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
-from splitjax.lower.products.layout import named_sharding
+from splitjax.mesh import with_devices
+from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
+from splitjax.step.traced import naming_axes
 
 Arguments = tuple[Any, ...]
 EntryFor = Callable[[Arguments], CompiledEntry]  # the entry of a step for positional arguments
@@ -26,7 +29,7 @@ EntryFor = Callable[[Arguments], CompiledEntry]  # the entry of a step for posit
 def init_state(
     entry_for: EntryFor,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     init_fn: Callable[..., Any],
     init_args: Arguments,
     example: Sequence[Any],
@@ -39,14 +42,15 @@ def init_state(
     - `init_fn`, `init_args`: `init_fn(*init_args)` makes the state, or a tuple of all states in `state_argnums` order.
     - `example`: all arguments of the step that are no states, in order: arrays or `ShapeDtypeStruct`s.
 
-    Raises `StateError` where states or example are not as many as the step takes."""
+    Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
+    with_devices(mesh, f"{recipe.name}.init")
     _, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
 
     def create(*args: Any) -> Any:
         # Weak types (Python numbers in the state) would make the second call another program.
-        return jax.tree.map(
-            lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x), init_fn(*args)
-        )
+        strong = lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x)
+        made = naming_axes(init_fn, mesh)(*args)
+        return jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
 
     return jax.jit(create, out_shardings=shardings)(*init_args)
 
@@ -54,7 +58,7 @@ def init_state(
 def abstract_state(
     entry_for: EntryFor,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     init_fn: Callable[..., Any],
     init_args: Arguments,
     example: Sequence[Any],
@@ -65,11 +69,14 @@ def abstract_state(
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
-def place_state(entry_for: EntryFor, recipe: Recipe, mesh: Mesh, states: Arguments, example: Sequence[Any]) -> Any:
+def place_state(
+    entry_for: EntryFor, recipe: Recipe, mesh: Mesh | AbstractMesh, states: Arguments, example: Sequence[Any]
+) -> Any:
     """Copies `states`, in `state_argnums` order, to where the plan wants them (`ParallelStep.place`). `entry_for`,
     `recipe`, `mesh`, `example`: as for `init_state`. Returns the state, or the tuple of all states.
 
-    Raises `StateError` where states or example are not as many as the step takes."""
+    Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
+    with_devices(mesh, f"{recipe.name}.place")
     numbers = recipe.options.state_argnums
     if len(states) != len(numbers):
         raise StateError(
@@ -108,13 +115,13 @@ def unshare(args: Arguments, state_argnums: Sequence[int]) -> Arguments:
 def _planned(
     entry_for: EntryFor,
     recipe: Recipe,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     init_fn: Callable[..., Any],
     init_args: Arguments,
     example: Sequence[Any],
 ) -> tuple[Any, Any]:
     """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and the plan's shardings for it."""
-    abstract = jax.eval_shape(init_fn, *init_args)
+    abstract = jax.eval_shape(naming_axes(init_fn, mesh), *init_args)
     single = len(recipe.options.state_argnums) == 1
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(recipe.options.state_argnums)):
         raise StateError(
@@ -129,7 +136,7 @@ def _planned(
     return strong, shardings[0] if single else type(abstract)(shardings)
 
 
-def _shardings(entry: CompiledEntry, recipe: Recipe, mesh: Mesh) -> tuple[Any, ...]:
+def _shardings(entry: CompiledEntry, recipe: Recipe, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     """Returns the plan's shardings of every state, as a pytree each."""
     out = []
     for number in recipe.options.state_argnums:

@@ -8,16 +8,18 @@ for, so that the caller can look for another program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.layout import named_sharding
-from splitjax.lower.products.scatter import updated_in_parts
+from splitjax.mesh import inside_mesh, platform_of, with_devices
 from splitjax.plan import Plan
+from splitjax.planning.sites.layout import named_sharding
+from splitjax.planning.sites.scatter import updated_in_parts
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.positions import ArgumentRoles
 
@@ -32,6 +34,26 @@ class StepProgram(Protocol):
     def lower(self, *args: Any) -> Any:
         """Lowers the program for operands `args` (arrays or `ShapeDtypeStruct`s), as `jax.jit(fn).lower` does."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AbstractProgram:
+    """Is a program over an abstract mesh: it can be lowered, for the platform that its plan was made for, and not run.
+
+    **Attributes:** `jitted`: the program. `mesh`: the abstract mesh. `name`: of the step, for messages.
+    """
+
+    jitted: Any
+    mesh: Mesh | AbstractMesh
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        """Raises `MeshError`: there are no devices for the operands `args`."""
+        with_devices(self.mesh, f"call of {self.name}")
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the program for operands `args`, as `jax.jit(fn).trace(...).lower(lowering_platforms=...)` does."""
+        return self.jitted.trace(*args).lower(lowering_platforms=(platform_of(self.mesh),))
 
 
 class DecoratedFunction(Protocol):
@@ -70,7 +92,8 @@ class Programs:
 
     **Attributes:**
 
-    - `recipe`: what was decorated. `mesh`: the devices. `bound`: the call that the programs are for, taken apart.
+    - `recipe`: what was decorated. `bound`: the call that the programs are for, taken apart.
+    - `mesh`: the user's mesh, on which arrays come and go. Within a program every axis is of type Auto.
     - `plan`: its plan. `jaxpr`: the traced step. `result`: its result, as a pytree of `ShapeDtypeStruct`s.
     - `matched`: flat argument of a state leaf -> its flat result.
     - `observes`: whether programs return what was observed of tables beside the result.
@@ -79,7 +102,7 @@ class Programs:
     """
 
     recipe: DecoratedFunction
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     bound: Bound
     plan: Plan
     jaxpr: _compat.ClosedJaxpr
@@ -100,12 +123,12 @@ class Programs:
         observed, and residuals. `extra`: shardings of the further operands. `donate_extra`: positions of those further
         operands that a call consumes."""
         updated = updated_in_parts(self.jaxpr, self.plan.leaves, self.matched)
-        tree = jax.tree.structure(self.result)
+        tree, inside = jax.tree.structure(self.result), inside_mesh(self.mesh)
 
         def run(leaves: list[Any], residuals: Any, *further: Any) -> Any:
             results, observed, residuals = evaluate_step(leaves, residuals, *further)
             for number, spec in updated.items():
-                results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(self.mesh, spec))
+                results[number] = jax.lax.with_sharding_constraint(results[number], named_sharding(inside, spec))
             whole = jax.tree.unflatten(tree, results)
             return (whole, observed, residuals) if self.residuals else (whole, observed) if self.observes else whole
 
@@ -140,8 +163,10 @@ class Programs:
         """Wraps an evaluator of flat leaves: `extra`: shardings of further operands; `donated`: positions of the
         operands that a call consumes."""
         recipe, bound, count = self.recipe, self.bound, len(extra)
+        extra, out_shardings = self._given(extra), self._given(out_shardings)
         shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
         given = (*extra, dict(self.residuals)) if self.residuals else extra
+        is_auto = inside_mesh(self.mesh) is self.mesh
 
         def run(*args: Any) -> Any:
             residuals, args, further = (args[count] if self.residuals else {}), args[len(given) :], args[:count]
@@ -150,7 +175,11 @@ class Programs:
             if args_signature(recipe, args) != signature_key(bound):
                 raise SignatureChanged
             leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
-            return evaluate_leaves(leaves, residuals, *further)
+            # Types that split dims over Explicit axes stay outside: here XLA places what the plan leaves open.
+            untyped = functools.partial(jax.tree.map, functools.partial(_compat.forget_mesh, explicit_only=True))
+            results = evaluate_leaves(untyped(leaves), untyped(residuals), *untyped(further))
+            # What names no mesh comes back on that of the operands.
+            return results if is_auto else jax.tree.map(_compat.forget_mesh, results)
 
         run.__name__ = run.__qualname__ = recipe.name
         in_shardings = [
@@ -159,13 +188,19 @@ class Programs:
             if number not in recipe.options.static_argnums
         ]
         static = tuple(len(given) + number for number in recipe.options.static_argnums)
-        return jax.jit(
+        program = jax.jit(
             run,
             in_shardings=(*given, *in_shardings),
             out_shardings=out_shardings,
             donate_argnums=donated,
             static_argnums=static,
         )
+        return program if isinstance(self.mesh, Mesh) else AbstractProgram(program, self.mesh, recipe.name)
+
+    def _given(self, shardings: Any) -> Any:
+        """Returns the same `shardings`, a pytree as `jax.jit` takes it, on the user's mesh."""
+        on_given = lambda s: NamedSharding(self.mesh, s.spec) if isinstance(s, NamedSharding) else s
+        return jax.tree.map(on_given, shardings)
 
 
 def signature_key(bound: Bound) -> tuple[Hashable, ...]:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.session import Session, merged
-from splitjax.mesh import make_mesh
+from splitjax.mesh import MeshSizes, inside_mesh, make_mesh, with_devices
 from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan, SyncPlan
 from splitjax.planning.carried import Carried, inputs_of
@@ -31,6 +32,9 @@ from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link
+
+# What `jax.monitoring` is told when a plan begins to be made: whoever watches a run knows that it takes a while.
+BUILD_EVENT = "/splitjax/build"
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -49,7 +53,10 @@ class StepPrograms:
     """
 
     def __init__(
-        self, recipe: Recipe, mesh: Mesh | Mapping[str, int] | None, training: StepPrograms | None = None
+        self,
+        recipe: Recipe,
+        mesh: Mesh | AbstractMesh | MeshSizes | None,
+        training: StepPrograms | None = None,
     ) -> None:
         self._recipe = recipe
         self._mesh_request = mesh
@@ -64,9 +71,15 @@ class StepPrograms:
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
 
     @functools.cached_property
-    def mesh(self) -> Mesh:
-        """The mesh, made when it is first needed."""
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh on which arrays come and go, made when it is first needed."""
         return self._training.mesh if self._training is not None else make_mesh(self._mesh_request)
+
+    @functools.cached_property
+    def inside(self) -> Mesh:
+        """The same devices with axes of type Auto: the mesh within programs, and of what is measured on its devices.
+        Raises `MeshError` for an abstract mesh."""
+        return inside_mesh(with_devices(self.mesh, f"call of {self._recipe.name}"))
 
     def entry(self, args: tuple[Any, ...]) -> CompiledEntry:
         """Returns plan and program for the signature of a call with `args`, built when it is new. Raises what tracing
@@ -96,7 +109,7 @@ class StepPrograms:
         if entry.observes:
             self._first.setdefault(signature, entry)
             request, samples = self._recipe.request, observer.take_samples()
-            links = {axes: measure_link(self.mesh, axes) for axes in axes_to_measure(entry.sparse, request)}
+            links = {axes: measure_link(self.inside, axes) for axes in axes_to_measure(entry.sparse, request)}
             decision = decide(entry.sparse, request, samples, links)
             entry = self._build(entry.bound, decision, "its tables were observed")
         elif observer.overflows():
@@ -115,6 +128,7 @@ class StepPrograms:
         """Runs the program that `entry` has for the next step on the arguments `args` of a call, and keeps what it
         observed and what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments
         are not the entry's."""
+        with_devices(self.mesh, f"call of {self._recipe.name}")
         program = entry.program(self.kept.num_steps)
         if entry.sparse is None:
             result = program(*args)
@@ -190,11 +204,12 @@ class StepPrograms:
     ) -> CompiledEntry:
         """Builds the entry for a signature, and records why. `decision`, `carried`, `observes`: what is known of its
         tables, as in `KnownTables`. The step is traced and laid out for the first entry of a signature alone."""
+        jax.monitoring.record_event(BUILD_EVENT)
         started = time.perf_counter()
         draft = self._drafts.get(bound.signature)
         if draft is None:
             layouts = None if self._training is None else self._training.layouts()
-            draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound), layouts)
+            draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
         known = KnownTables(decision, carried, observes)
         entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
 
-from splitjax.mesh import DATA, MeshShape
+from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.trace.graph import Graph, Leaf, Use
 
@@ -50,7 +50,7 @@ class WeightFlow:
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
-      (`lower.products.constraints.place_batches`).
+      (`planning.sites.constraints.place_batches`).
     """
 
     use: Use
@@ -81,10 +81,11 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
     arguments are split. `replicated_batch`: as for `cost.predict_collectives`.
 
     Over axes that do not split the batch a weight stays split. With `replicated_batch = "all"` every axis splits the
-    batch of replicated layers: a weight stays split within the group, unless it is split over `data`, between groups,
-    as well: the examples of its layer then stay where they are, and the whole weight comes to them."""
+    batch of replicated layers: a weight stays split within the group, unless it is split over an axis of the role data
+    or storage, between groups, as well: the examples of its layer then stay where they are, and the whole weight comes
+    to them."""
     axes = mesh.present(spec_axes(spec))
-    if replicated_batch == "all" and DATA not in axes:
+    if replicated_batch == "all" and not mesh.roles.store(axes):
         return axes
     return tuple(axis for axis in axes if axis not in batch_axes)
 

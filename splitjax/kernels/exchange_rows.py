@@ -11,7 +11,7 @@ guide, "Distributed computing in Pallas for TPUs".
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ def push_tpu(
     # on.
     place = jnp.stack([lax.axis_index(name) for name in names])
     return pl.pallas_call(
-        functools.partial(_tpu_kernel, dim=names.index(axis), devices=devices, chunk=chunk),
+        functools.partial(_tpu_kernel, ring=_Ring(names.index(axis), devices, chunk)),
         out_shape=result_type((devices, slots, width), words.dtype, words, rows, counts, incoming),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
@@ -182,24 +182,37 @@ def push_tpu(
     )(place, counts, incoming, numbers, words)
 
 
-def _tpu_kernel(
-    place,
-    counts,
-    incoming,
-    numbers,
-    values,
-    received,
-    buffers,
-    chunk_numbers,
-    numbers_semaphore,
-    pack_semaphore,
-    send_semaphores,
-    receive_semaphore,
-    *,
-    dim,
-    devices,
-    chunk,
-):
+class _Ring(NamedTuple):
+    """Says among whom rows are exchanged.
+
+    - `dim`: the number of the mesh axis, and `devices`: those along it. `chunk`: the rows that are sent at a time.
+    """
+
+    dim: int
+    devices: int
+    chunk: int
+
+
+class _Scratch(NamedTuple):
+    """The scratch memory of the TPU kernel, in the order of `scratch_shapes`.
+
+    - `buffers`: two chunks of rows that are sent. `chunk_numbers`: the numbers of the rows of a chunk.
+    - `numbers_semaphore`, `pack_semaphore`, `receive_semaphore`: of the copies of row numbers, of rows into a buffer,
+      and of what comes in. `send_semaphores`: of sending from either buffer.
+    """
+
+    buffers: Any
+    chunk_numbers: Any
+    numbers_semaphore: Any
+    pack_semaphore: Any
+    send_semaphores: Any
+    receive_semaphore: Any
+
+
+def _tpu_kernel(place, counts, incoming, numbers, values, *received_and_scratch, ring):
+    received, *scratch = received_and_scratch
+    buffers, chunk_numbers, numbers_semaphore, pack_semaphore, send_semaphores, receive_semaphore = _Scratch(*scratch)
+    dim, devices, chunk = ring
     own = place[dim]
     chunks_each = received.shape[1] // chunk
 

@@ -8,7 +8,7 @@ copies and their semaphores).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,19 @@ def gather_tpu(table: jax.Array, rows: jax.Array, *, block: int | None = None, i
     return gathered[: rows.shape[0]]
 
 
-def _tpu_kernel(rows, next_rows, table, gathered, buffer, started, semaphore, *, num_blocks):
+class _Scratch(NamedTuple):
+    """The scratch memory of the TPU kernel, in the order of `scratch_shapes`.
+
+    - `buffer`: two blocks of rows. `started`: the copies that were started into either. `semaphore`: of these copies.
+    """
+
+    buffer: Any
+    started: Any
+    semaphore: Any
+
+
+def _tpu_kernel(rows, next_rows, table, gathered, *scratch, num_blocks):
+    buffer, started, semaphore = _Scratch(*scratch)
     step = pl.program_id(0)
     slot = step & 1
 

@@ -171,7 +171,21 @@ def sums_tpu(
     return sums[:capacity]
 
 
-def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, windows, rows, last_start, semaphore, *, capacity):
+class _Scratch(NamedTuple):
+    """The scratch memory of the TPU kernel, in the order of `scratch_shapes`.
+
+    - `windows`: the sums of this block and of the one before it. `rows`: those of this block, as float32.
+    - `last_start`: where the window before begins. `semaphore`: of the copy of a window.
+    """
+
+    windows: Any
+    rows: Any
+    last_start: Any
+    semaphore: Any
+
+
+def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, *scratch, capacity):
+    windows, rows, last_start, semaphore = _Scratch(*scratch)
     step = pl.program_id(0)
     block, window = values.shape[0], windows.shape[1]
     own, previous = windows.at[step & 1], windows.at[1 - (step & 1)]

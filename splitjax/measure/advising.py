@@ -19,11 +19,10 @@ from jax.sharding import Mesh
 from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
-from splitjax.lower.partial.allreduce import handing, in_groups
-from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
 from splitjax.measure.profiling import OnDevice, check_examples
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs, temporary_bytes
 from splitjax.measure.worker_noise import WorkerNoise
+from splitjax.mesh import inside_mesh
 from splitjax.partial.advice import (
     OPTIMAL_ROW,
     SPATIAL_ROW,
@@ -32,6 +31,7 @@ from splitjax.partial.advice import (
     StageAdvice,
 )
 from splitjax.partial.balance import balanced_examples
+from splitjax.partial.contributors import handing, in_groups
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
@@ -39,6 +39,7 @@ from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.plan import DENSE_GRADIENTS
 from splitjax.planning.partial_plan import predict_partial
+from splitjax.planning.partial_step import PartialStep, find_partial, stages_of
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
@@ -58,7 +59,7 @@ def advise_calls(
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone.
     - `calls`: the arguments of every call, each with a batch of its own. In a run of several processes all of them make
       the calls together; what process 0 measured counts.
@@ -89,7 +90,9 @@ def advise_calls(
         check(args)
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
-            measuring = _Measuring.of(build_entry(plain, mesh, trace_step(plain, bound)), mesh, backprop, place)
+            measuring = _Measuring.of(
+                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), inside_mesh(mesh), backprop, place
+            )
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(
                 "the batches have different shapes",
@@ -191,7 +194,7 @@ class _Measuring:
             )
             for k, stage in enumerate(self.stages.stages)
         )
-        link = measure_link(self.mesh, self.base.axes) if link is None else link
+        link = measure_link(self.mesh, self.base.workers.axes) if link is None else link
         measured = Measured(
             tuple(stage.name for stage in stages),
             backward,
@@ -273,7 +276,7 @@ class _Comparison:
         spatial = self._depths(dataclasses.replace(asked, assignment=SPATIAL))
         shares = None
         if asked.rebalance:
-            unit = devices_of_worker(self.measuring.entry.plan, self.step.axes)
+            unit = self.step.workers.devices_each
             examples = balanced_examples(spatial, self.measuring.num_examples, self.measuring.place, unit)
             shares = [of_worker / sum(examples) for of_worker in examples]
         told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
@@ -337,7 +340,7 @@ class _Comparison:
         seconds = 0.0
         for segment in plan.segments:
             busiest, messages = float(segment.summed_bytes), self._ring_messages(count)
-            if 0 < segment.contributors < count and in_groups(step.axes, platform):
+            if 0 < segment.contributors < count and in_groups(step.workers.axes, platform):
                 rounds = len(handing(range(segment.contributors), count))
                 busiest = busiest * count / segment.contributors + rounds * segment.num_bytes
                 messages = self._ring_messages(segment.contributors) + rounds

@@ -20,10 +20,12 @@ from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
-from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
+from splitjax.mesh import inside_mesh
 from splitjax.partial.stages import BackpropStages as Cuts
+from splitjax.planning.partial_step import find_boundary, stages_of
+from splitjax.planning.workers import Workers, workers_of
 from splitjax.primitives.walk import equation_at
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
@@ -34,60 +36,76 @@ from splitjax.sync.scheme import Link
 _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whole
 
 
+@dataclasses.dataclass(frozen=True)
+class JobRequest:
+    """Says what a job's profile is of, besides the call.
+
+    - `name`: of the job; None for that of the step.
+    - `num_workers`: among how many workers the batch is divided; None for the plan's.
+    - `link`: between workers; None measures that of the mesh.
+    - `input_seconds`: what making a batch takes a processor, in seconds an iteration.
+    - `stages`: whether the profile has seconds by resource; None to decide by whether they matter.
+    """
+
+    name: str | None = None
+    num_workers: int | None = None
+    link: Link | None = None
+    input_seconds: float = 0.0
+    stages: bool | None = None
+
+    def check(self, place: str) -> None:
+        """Raises `ProfileError`, which names `place`, for a number of workers, a link or a time that cannot be."""
+        check_number(self.num_workers, place)
+        if self.link is not None and not isinstance(self.link, Link):
+            raise ProfileError(
+                "link is a link between workers",
+                value=self.link,
+                place=place,
+                remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
+            )
+        if not 0 <= self.input_seconds < math.inf:
+            raise ProfileError(
+                "input takes a time of 0 or more",
+                value=self.input_seconds,
+                place=place,
+                remedy="give seconds an iteration",
+            )
+
+
 def profile_job(
     recipe: Recipe,
     mesh: Mesh,
     check: Callable[[tuple[Any, ...]], object],
     args: tuple[Any, ...],
-    *,
-    name: str | None,
-    num_workers: int | None,
-    link: Link | None,
-    input_seconds: float,
-    stages: bool | None,
+    request: JobRequest,
 ) -> JobProfile:
     """Profiles a call of a step as a job. In a run of several processes all of them make the call together; what
     process 0 timed counts.
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone. `args`: the positional arguments of the call.
-    - `name`: the name of the job; None for that of the step.
-    - `num_workers`: among how many workers the batch is divided; None for the plan's.
-    - `link`: the link between workers; None measures that of the mesh.
-    - `input_seconds`: what making a batch takes a processor, in seconds an iteration.
-    - `stages`: whether the profile has seconds by resource; None to decide by whether they matter.
+    - `request`: what the profile is of, besides.
 
     Raises `ProfileError` for a step without one gradient boundary, whose layers are split over devices, or arguments
     without values; `BatchError` for a batch that does not divide.
     """
     place = f"{recipe.name}.job_profile"
-    check_number(num_workers, place)
-    if link is not None and not isinstance(link, Link):
-        raise ProfileError(
-            "link is a link between workers",
-            value=link,
-            place=place,
-            remedy="pass splitjax.sync.Link(latency_seconds, bytes_per_second)",
-        )
-    if not 0 <= input_seconds < math.inf:
-        raise ProfileError(
-            "input takes a time of 0 or more", value=input_seconds, place=place, remedy="give seconds an iteration"
-        )
+    request.check(place)
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
-    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound))
-    axes = worker_axes(entry.graph, entry.plan)
-    if entry.plan.mesh.num_devices != entry.plan.mesh.size(axes):
+    entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound, mesh=mesh))
+    mesh, planned = inside_mesh(mesh), workers_of(entry.plan, gathers=True)
+    if planned.mesh.num_devices != planned.num_workers:
         raise ProfileError(
             "a job's workers are whole devices, and the step splits layers over devices",
             value=str(entry.plan.mesh),
             place=place,
             remedy='profile it over data alone: rules="data_parallel", or a mesh with a data axis only',
         )
-    workers = entry.plan.mesh.size(axes) if num_workers is None else int(num_workers)
-    num_examples = check_examples(entry, workers, place)
+    num_workers = planned.num_workers if request.num_workers is None else int(request.num_workers)
+    num_examples = check_examples(entry, num_workers, place)
     try:
         site = find_boundary(entry.graph, entry.jaxpr, place)
     except PartialError as error:
@@ -107,28 +125,29 @@ def profile_job(
     programs = DepthPrograms(entry, site, cuts, mesh, leaves, place)
     # The fastest run of each counts: a simulated worker has its device to itself, and what disturbs a run only makes it
     # longer.
-    costs = measure_costs(programs, num_examples // workers // microbatches, with_update=True, statistic=min)
+    costs = measure_costs(programs, num_examples // num_workers // microbatches, with_update=True, statistic=min)
     *seconds, forward, update = of_process_0([*costs.seconds, costs.forward_seconds, costs.update_seconds])
     costs = dataclasses.replace(costs, seconds=tuple(seconds), forward_seconds=forward, update_seconds=update)
     # by the times that the step would be cut by
     fractions, _ = stages_of(entry.graph, entry.jaxpr, site, recipe.backprop)
-    state_bytes, kept_bytes = _kept_bytes(entry, workers)
+    state_bytes, kept_bytes = _kept_bytes(entry, num_workers)
     depths = _depths(fractions, cuts, costs, microbatches, kept_bytes)
-    exchange = _exchange_seconds(entry, mesh, axes, workers, depths[0].gradient_bytes, link)
+    exchange = _exchange_seconds(entry, mesh, planned, num_workers, depths[0].gradient_bytes, request.link)
     compute = microbatches * costs.forward_seconds + depths[0].backward_seconds + costs.update_seconds
     # input that takes longer than the rest cannot hide behind it
-    exposed = exchange + max(0.0, input_seconds - compute - exchange)
-    name = recipe.name if name is None else name
+    exposed = exchange + max(0.0, request.input_seconds - compute - exchange)
+    name = recipe.name if request.name is None else request.name
     profile = JobProfile(
         name, microbatches * costs.forward_seconds, depths, exposed, state_bytes, update_seconds=costs.update_seconds
     )
-    if stages is None:  # where the device is what jobs compete for, seconds of other resources decide nothing
-        stages = max(exchange, input_seconds) > profile.partial_seconds(workers)
-    by_resource = Stages(cpu_seconds=input_seconds, device_seconds=compute, network_seconds=exchange)
-    return dataclasses.replace(profile, stages=by_resource) if stages else profile
+    has_stages = request.stages
+    if has_stages is None:  # where the device is what jobs compete for, seconds of other resources decide nothing
+        has_stages = max(exchange, request.input_seconds) > profile.partial_seconds(num_workers)
+    by_resource = Stages(cpu_seconds=request.input_seconds, device_seconds=compute, network_seconds=exchange)
+    return dataclasses.replace(profile, stages=by_resource) if has_stages else profile
 
 
-def _kept_bytes(entry: CompiledEntry, workers: int) -> tuple[int, int]:
+def _kept_bytes(entry: CompiledEntry, num_workers: int) -> tuple[int, int]:
     """Returns the bytes of a worker's state, and of all that is there throughout an iteration: state, its share of the
     batch, other inputs, and whole those parameters that are stored in pieces."""
     plan = entry.plan
@@ -136,7 +155,7 @@ def _kept_bytes(entry: CompiledEntry, workers: int) -> tuple[int, int]:
     gathered = sum(leaf.whole_bytes(plan.mesh) - leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param")
     batch = [argument.is_batch for argument in entry.bound.arguments]
     inputs = sum(
-        -(-leaf.whole_bytes(plan.mesh) // workers) if is_batch else leaf.bytes_per_device
+        -(-leaf.whole_bytes(plan.mesh) // num_workers) if is_batch else leaf.bytes_per_device
         for leaf, is_batch in zip(plan.leaves, batch, strict=True) if not leaf.is_state
     )  # fmt: skip
     return state, state + gathered + inputs
@@ -165,17 +184,17 @@ def _depths(fractions: Cuts, cuts: Cuts, costs: WorkerCosts, microbatches: int, 
 
 
 def _exchange_seconds(
-    entry: CompiledEntry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None
+    entry: CompiledEntry, mesh: Mesh, planned: Workers, num_workers: int, gradient_bytes: int, link: Link | None
 ) -> float:
     """Returns the seconds of all that a worker sends in a step, over its link, as one ring. None of it is taken to be
-    hidden behind the job's own computing."""
-    across = entry.plan.mesh.size(axes)
-    if workers == 1 or (link is None and across == 1):
+    hidden behind the job's own computing. `planned`: the workers of the step, which the job may have more or less of.
+    """
+    if num_workers == 1 or (link is None and planned.num_workers == 1):
         return 0.0
-    known = measure_link(mesh, axes) if link is None else link
+    known = measure_link(mesh, planned.axes) if link is None else link
     sent = (
         sum(collective.bytes for collective in entry.plan.collectives)
-        if workers == across
-        else all_reduce_bytes(workers, gradient_bytes)
+        if num_workers == planned.num_workers
+        else all_reduce_bytes(num_workers, gradient_bytes)
     )
-    return sent / known.bytes_per_second + 2 * (workers - 1) * known.latency_seconds
+    return sent / known.bytes_per_second + 2 * (num_workers - 1) * known.latency_seconds

@@ -11,20 +11,20 @@ import dataclasses
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
-from splitjax.lower.products.constraints import derive_constraints
-from splitjax.lower.products.exchange import derive_exchanges, weight_uses
-from splitjax.lower.products.layout import SiteDecisions, StepLayout
-from splitjax.lower.products.remedies import (
+from splitjax.plan import Constraint
+from splitjax.planning.draft import Draft
+from splitjax.planning.sites.constraints import derive_constraints
+from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
+from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
+from splitjax.planning.sites.remedies import (
     apply_remedies,
     check_orders,
     guarded_sites,
     reached_suspects,
     rewritten_sites,
 )
-from splitjax.lower.products.scatter import derive_scatters, pin_gradients
-from splitjax.lower.products.sharded_dims import ShardedDims
-from splitjax.plan import Constraint
-from splitjax.planning.draft import Draft
+from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
+from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.trace.graph import Unknown
 
 
@@ -53,8 +53,7 @@ def constrain(draft: Draft) -> Draft:
     constraints = (*constraints, *around, *remedies.constraints)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
     exchanges = derive_exchanges(*arguments)
-    sites = StepLayout.of(
-        draft.mesh,
+    sites = SiteLayout.of(
         (*constraints, *pin_gradients(graph, layout.leaves)),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),

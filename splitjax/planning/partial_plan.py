@@ -11,9 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.cost.ring import all_reduce_bytes
-from splitjax.lower.partial.allreduce import in_groups, sent_bytes
-from splitjax.lower.partial.step import PartialStep
-from splitjax.lower.way import SumWithin
+from splitjax.partial.contributors import in_groups, sent_bytes
 from splitjax.plan import (
     GRADIENT_SUMS,
     Collective,
@@ -25,6 +23,8 @@ from splitjax.plan import (
     SegmentPlan,
     spec_axes,
 )
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.ways import SumWithin
 
 HANDED = "collective_permute"  # the operation that hands gradients to workers that did not compute them
 
@@ -43,7 +43,7 @@ def predict_partial(
     **Arguments:** `decided`: the plan, of which the layout is read. `dense`: the collectives of full backpropagation.
     `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`. `pinned`: the partial plan that
     these depths come from; its times stay, which may have been measured. `within`: by parameter, how its gradient is
-    added up within a worker (`PartialWays.sums_within`); for what it leaves out, together with those of all
+    added up within a worker (`StepWays.sums_within`); for what it leaves out, together with those of all
     workers."""
     exchanges = _exchanges(decided, dense, step, platform, within or {})
     partial = PartialPlan(
@@ -54,7 +54,7 @@ def predict_partial(
         step.request.execution,
         step.request.rebalance,
         step.request.statistics,
-        "+".join(step.axes),
+        "+".join(step.workers.axes),
         step.depths.first,
         step.depths.device_time,
         "predicted" if step.request.measured is None else "measured",
@@ -107,15 +107,15 @@ def _exchanges(
     num_workers = step.depths.num_slots
     for number, segment in enumerate(step.depths.segments):
         count = len(step.depths.contributors(number))
-        taking_part = count if in_groups(step.axes, platform) or not count else num_workers
+        taking_part = count if in_groups(step.workers.axes, platform) or not count else num_workers
         for param in (step.params[position] for position in segment.operands):
-            inside = tuple(axis for axis in axes[param] if axis not in step.axes)
+            inside = tuple(axis for axis in axes[param] if axis not in step.workers.axes)
             how = within.get(param, SumWithin.AT_ONCE)
             if step.is_temporal or (inside and how is SumWithin.AT_ONCE):
                 share = step.share_of_steps(number) if step.is_temporal else 1.0
                 exchanges[param] = _Exchange(dense_bytes[param] * share, share=share)
             else:
-                size = _bytes(decided, param, step.axes)
+                size = _bytes(decided, param, step.workers.axes)
                 summed, handed = sent_bytes(size, taking_part, num_workers)
                 inside = inside if how is SumWithin.FIRST else ()
                 first = all_reduce_bytes(decided.mesh.size(inside), size) * taking_part / num_workers
@@ -132,7 +132,7 @@ def _segments(decided: Plan, step: PartialStep, exchanges: Mapping[str, _Exchang
             tuple(stage.name for stage in segment.stages),
             len(step.depths.contributors(number)),
             segment.backward / whole if whole else 0.0,
-            sum({param: _bytes(decided, param, step.axes) for param in params}.values()),
+            sum({param: _bytes(decided, param, step.workers.axes) for param in params}.values()),
             round(sum(exchanges[param].summed + exchanges[param].first for param in params)),
             round(sum(exchanges[param].handed for param in params)),
         )
@@ -168,7 +168,7 @@ def _collectives(
             collectives.append(dataclasses.replace(collective, bytes=round(collective.bytes * share)))
         elif param not in exchanged:  # a further part of the sum is in the same exchange
             exchanged.add(param)
-            collectives += _apart(collective, param, exchanges[param], "+".join(step.axes))
+            collectives += _apart(collective, param, exchanges[param], "+".join(step.workers.axes))
     return tuple(collective for collective in collectives if collective.bytes)
 
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from splitjax.errors import LaunchError
-from splitjax.runtime.launch.initialize import NETWORK_DEVICE
 from splitjax.runtime.launch.outcome import Traffic
+from splitjax.runtime.launch.variables import NETWORK_DEVICE
 
 DEVICE = "eth0"
 # Addresses that never leave the namespaces: 10.213.0.1 is worker 0.

@@ -31,7 +31,8 @@ from splitjax.partial import PartialBackprop
 from splitjax.planning.carried import Carried
 from splitjax.runtime.checkpoint.checkpoints import Checkpoints
 from splitjax.runtime.checkpoint.options import CheckpointOptions
-from splitjax.runtime.launch import initialize as joining
+from splitjax.runtime.launch import variables
+from splitjax.runtime.launch.initialize import initialize
 from splitjax.runtime.launch.workers import Coordinator, one_core_variables
 from splitjax.runtime.training.idle import noticing_idle
 from splitjax.schedule.execution.engine import Place, StepOrder
@@ -101,15 +102,15 @@ class DecoratedJob:
         """Joins the job's other workers and returns the task of the worker at `place`."""
         if place.num_workers > 1:
             os.environ |= {
-                joining.COORDINATOR: place.meeting,
-                joining.NUM_PROCESSES: str(place.num_workers),
-                joining.PROCESS_ID: str(place.worker),
-                joining.HEARTBEAT_SECONDS: str(_HEARTBEAT_SECONDS),
-                joining.ATTEMPT: str(place.attempt),
+                variables.COORDINATOR: place.meeting,
+                variables.NUM_PROCESSES: str(place.num_workers),
+                variables.PROCESS_ID: str(place.worker),
+                variables.HEARTBEAT_SECONDS: str(_HEARTBEAT_SECONDS),
+                variables.ATTEMPT: str(place.attempt),
             }
-            for name in (joining.JOINED_PID, joining.EXIT_FD, joining.LOCAL_DEVICE_IDS):
+            for name in variables.OF_ONE_WORKER:
                 os.environ.pop(name, None)
-            joining.initialize()
+            initialize()
         return DecoratedTask(self.build(place), place, Path(self.directory), self.release_early)
 
 

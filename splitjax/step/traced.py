@@ -13,9 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax import _compat
 from splitjax.errors import MicrobatchError, Refusal, SplitjaxError, TraceError
+from splitjax.mesh import inside_mesh
+from splitjax.plan import Spec
+from splitjax.step.annotations import Annotation, constraints_in, has_explicit, typed_leaf, untyped
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
 from splitjax.step.states import match_states
@@ -24,6 +28,8 @@ from splitjax.trace.tracer import build_graph
 
 Retrace = Callable[[Sequence[jax.ShapeDtypeStruct]], _compat.ClosedJaxpr]
 Resized = Callable[[int], _compat.ClosedJaxpr | Refusal]
+# The closed jaxpr, the result as `ShapeDtypeStruct`s, the annotations, and whether the jaxpr has them as pins.
+TracedCall = tuple[_compat.ClosedJaxpr, Any, tuple[Annotation, ...], bool]
 
 
 class StepFunction(Protocol):
@@ -63,6 +69,8 @@ class Traced:
     - `retrace(leaves)`: traces the step for other flat arguments (`ShapeDtypeStruct`s).
     - `resized(num_examples)`: returns the closed jaxpr of the step with another number of examples, and remembers it.
       Returns a refusal where the step cannot be traced so.
+    - `annotations`: what the user wrote under Explicit axes. `is_settled`: whether the jaxpr has them as pins; where
+      not, the step is to be traced again once it is known where its arguments live.
     """
 
     bound: Bound
@@ -72,26 +80,43 @@ class Traced:
     matched: Mapping[int, int]
     retrace: Retrace
     resized: Resized
+    annotations: tuple[Annotation, ...] = ()
+    is_settled: bool = True
 
 
-def trace_step(step: StepFunction, bound: Bound, matched: Mapping[int, int] | None = None) -> Traced:
+def trace_step(
+    step: StepFunction,
+    bound: Bound,
+    matched: Mapping[int, int] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    specs: Sequence[Spec] | None = None,
+) -> Traced:
     """Traces a call of a step, matches its states and analyses it.
 
     **Arguments:** `step`: the step. `bound`: the call, taken apart. `matched`: flat argument of a state leaf -> its
-    flat result, where the caller knows; None to find out.
+    flat result, where the caller knows; None to find out. `mesh`: the user's, whose axes the step may name; None where
+    it cannot. `specs`: where every flat argument lives, for a step with annotations under Explicit axes: it is traced
+    under them; None while that is not known (`Traced.is_settled`).
 
     Raises `TraceError` for a step that cannot be traced, and `StateError` for one that does not return its states."""
-    jaxpr, result = _trace(step, bound, abstract(bound.leaves, bound.signature.avals))
+    leaves = abstract(bound.leaves, bound.signature.avals)
+    trace = functools.partial(_trace, _flat(step, bound), step.name, mesh)
+    if specs is not None and mesh is not None:
+        trace = functools.partial(_trace_typed, _flat(step, bound), step.name, mesh, specs)
+    elif has_explicit(mesh):
+        assert mesh is not None, "a mesh with Explicit axes is one"
+        trace = _way_to_trace(_flat(step, bound), step.name, mesh, leaves)
+    jaxpr, result, annotations, is_settled = trace(leaves)
     if matched is None:
         matched = match_states(step.options, bound, result) if step.returns_state else {}
-    retrace = lambda leaves: _trace(step, bound, leaves)[0]
+    retrace = lambda leaves: trace(leaves)[0]
     graph = build_graph(jaxpr, bound.arguments, matched)
-    return Traced(bound, jaxpr, graph, result, matched, retrace, resized_trace(bound, retrace))
+    resized = resized_trace(bound, retrace)
+    return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled)
 
 
-def _trace(step: StepFunction, bound: Bound, leaves: Sequence[jax.ShapeDtypeStruct]) -> tuple[_compat.ClosedJaxpr, Any]:
-    """Traces the step for flat `leaves`. Returns its closed jaxpr, and its result as a pytree of
-    `ShapeDtypeStruct`s."""
+def _flat(step: StepFunction, bound: Bound) -> Callable[..., Any]:
+    """Returns the step as a function of its flat arguments."""
     static, keywords = dict(bound.signature.static), keyword_only(step.fn)
 
     def flat(*values: Any) -> Any:
@@ -100,21 +125,121 @@ def _trace(step: StepFunction, bound: Bound, leaves: Sequence[jax.ShapeDtypeStru
         return call_with(step.fn, keywords, args)
 
     flat.__name__ = step.name
+    return flat
+
+
+def _way_to_trace(
+    flat: Callable[..., Any], name: str, mesh: Mesh | AbstractMesh, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> Callable[[Sequence[jax.ShapeDtypeStruct]], TracedCall]:
+    """Chooses how a step is traced before it is known where its arguments live, on a `mesh` with Explicit axes: under
+    them where it has annotations, and plainly otherwise. `flat`, `name`: the step over flat `leaves`, and its name."""
+    plain = functools.partial(_trace, flat, name, mesh)
+    typed = functools.partial(_trace_typed, flat, name, mesh, None)
     try:
-        return _compat.trace(flat, *leaves)
+        return typed if typed(leaves)[2] else plain
+    except TraceError as error:
+        failed = error
+    # What a step asserts of its arrays may hold once its arguments are laid out: until then it is traced without, or
+    # on a single device.
+    try:
+        annotations = constraints_in(plain(leaves)[0])
+        return (lambda leaves: (*plain(leaves)[:2], annotations, False)) if annotations else plain
+    except Exception as error:
+        if type(error) is type(failed.__cause__) and str(error) == str(failed.__cause__):
+            raise  # a mistake that has nothing to do with axes
+    alone = functools.partial(_trace_typed, flat, name, _of_size_one(mesh), None)
+    try:
+        with _compat.axes_of_size_one_are_no_types():
+            alone(leaves)
+    except TraceError:
+        raise failed from failed.__cause__
+
+    def bootstrap(leaves: Sequence[jax.ShapeDtypeStruct]) -> TracedCall:
+        with _compat.axes_of_size_one_are_no_types():
+            jaxpr, result, annotations, _ = alone(leaves)
+        return jaxpr, result, annotations, False
+
+    return bootstrap
+
+
+def _of_size_one(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """Returns the axes of `mesh` over a single device."""
+    return mesh.abstract_mesh.update(axis_sizes=(1,) * len(mesh.axis_names))
+
+
+def _trace_typed(
+    flat: Callable[..., Any],
+    name: str,
+    mesh: Mesh | AbstractMesh,
+    specs: Sequence[Spec] | None,
+    leaves: Sequence[jax.ShapeDtypeStruct],
+) -> TracedCall:
+    """Traces a step under the axis types of `mesh`, with its flat `leaves` where `specs` say, or whole; then takes the
+    types out again."""
+    placed = [typed_leaf(leaf, mesh, specs[n] if specs else ()) for n, leaf in enumerate(leaves)]
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            typed, result = _compat.trace(flat, *placed)
     except SplitjaxError:
         raise
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise TraceError(
+            f"the step cannot be traced under the Explicit axes of its mesh: {' '.join(lines)[:600]}",
+            value=type(error).__name__,
+            place=f"trace of {name}",
+            remedy=(
+                "say where that array is, with jax.reshard or out_sharding=, choose rules whose layout fits the step's"
+                " annotations, or give the mesh Auto axes: jax.make_mesh(sizes, names,"
+                " axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+            ),
+        ) from error
+    jaxpr, annotations = untyped(typed, pins=specs is not None)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), result)
+    return jaxpr, shapes, annotations, specs is not None or not annotations
+
+
+def _trace(
+    flat: Callable[..., Any], name: str, mesh: Mesh | AbstractMesh | None, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> TracedCall:
+    """Traces a step over arrays that name no mesh; where that cannot be done, under the axes of `mesh`, all Auto."""
+    try:
+        return *naming_axes(_compat.trace, None if mesh is None else inside_mesh(mesh))(flat, *leaves), (), True
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
         raise TraceError(
             f"the step uses a collective over an axis that only exists under pmap or shard_map ({error})",
-            place=f"trace of {step.name}",
+            place=f"trace of {name}",
             remedy=(
                 "a parallel step is written for the global batch: take out pmean, psum and axis_name; the mean over the"
                 " batch is already the mean over all devices"
             ),
         ) from error
+
+
+def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None) -> Callable[..., Any]:
+    """Returns `fn`, run under the axes of `mesh` where it fails without: it may name them, as in
+    `jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`. None for no mesh."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except SplitjaxError:
+            raise
+        except Exception:
+            if mesh is None or mesh.empty:
+                raise
+            try:
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    return fn(*args)
+            except SplitjaxError:
+                raise
+            except Exception:  # it was not for want of a mesh: what is wrong is what JAX said first
+                pass
+            raise
+
+    return run
 
 
 def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
@@ -136,7 +261,7 @@ def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
         ]
         try:
             return retrace(leaves)
-        except MicrobatchError as error:  # the step is made of another, which cannot be had at this size
+        except (MicrobatchError, TraceError) as error:  # made of another, or annotated, and cannot be had at this size
             return Refusal(error.message, error.value, error.place, error.remedy, cause=error)
         except SplitjaxError:
             raise

@@ -167,7 +167,7 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
     pinned = _pinned(entry.plan, variant.types)
     mine = dataclasses.replace(recipe, fn=step, pinned=pinned, donate=False, backprop=None)
     bound = bind(step, mine.options, tuple(args))
-    built = build_entry(mine, mesh, trace_step(mine, bound, entry.matched))
+    built = build_entry(mine, mesh, trace_step(mine, bound, entry.matched, mesh))
 
     programs: dict[str, Any] = {}
 

@@ -108,3 +108,26 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
             found.restarts.values()
         )
     engine.end()
+
+
+def test_a_task_is_switched_where_another_job_had_the_device_before():
+    from benchmarks.jigsaw.switch_cost import switched
+    from splitjax.schedule.execution.records import TaskRecord
+
+    def task(job, device, number, start, seconds, depth=0):
+        return TaskRecord(job, 0, device, DEVICE, number, depth, start, start + seconds)
+
+    tasks = [
+        task("a", 0, 2, 0.0, 9.0),
+        task("a", 0, 3, 9.0, 1.0),
+        task("b", 0, 3, 10.0, 2.0, 1),
+        task("b", 1, 3, 10.0, 5.0),  # the first on its device
+        task("a", 0, 4, 12.0, 1.5),
+        task("b", 1, 4, 15.0, 2.5),
+    ]
+    assert switched(tasks) == {
+        ("a", 0, False): [1.0],
+        ("b", 1, True): [2.0],
+        ("a", 0, True): [1.5],
+        ("b", 0, False): [2.5],
+    }

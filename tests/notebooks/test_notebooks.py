@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from splitjax.schedule.policies.packing import MAX_MEMBERS
+from splitjax.schedule.policies.group_plan import MAX_MEMBERS
 from tests.processes import compile_flags
 
 jupytext = pytest.importorskip("jupytext")

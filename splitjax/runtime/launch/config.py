@@ -7,7 +7,8 @@ import dataclasses
 import pathlib
 
 from splitjax.errors import LaunchError
-from splitjax.runtime.launch.initialize import DEFAULT_HEARTBEAT_SECONDS
+from splitjax.runtime.launch.deadlines import DEFAULT_COMPILE_SECONDS, DEFAULT_SAVE_SECONDS, Deadlines
+from splitjax.runtime.launch.variables import DEFAULT_HEARTBEAT_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class LaunchConfig:
     - `grace_seconds`: how long the other workers may go on after a failure, to say what they saw.
     - `stop_timeout_seconds`: how long workers may take to save and exit when asked to stop.
     - `exit_timeout_seconds`: how long workers may go on after the first has ended well; for ever if not given.
+    - `step_timeout_seconds`, `compile_timeout_seconds`, `save_timeout_seconds`: how long a worker may go without
+      completing a step, as `deadlines.Deadlines` has it; the run then ends, or starts again.
     - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself; one that gives the
       launcher no sign of life for so long is killed.
     - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if
@@ -42,6 +45,9 @@ class LaunchConfig:
     grace_seconds: float = 2.0
     stop_timeout_seconds: float = 120.0
     exit_timeout_seconds: float | None = None
+    step_timeout_seconds: float | None = None
+    compile_timeout_seconds: float = DEFAULT_COMPILE_SECONDS
+    save_timeout_seconds: float = DEFAULT_SAVE_SECONDS
     heartbeat_seconds: int = DEFAULT_HEARTBEAT_SECONDS
     bandwidth: str | None = None
 
@@ -62,3 +68,10 @@ class LaunchConfig:
                 raise LaunchError(
                     f"{name} must be at least {least}", value=value, place=name, remedy="give a larger number"
                 )
+        _ = self.deadlines
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Returns how long a worker may go without completing a step. Raises `LaunchError` for times that cannot
+        be."""
+        return Deadlines(self.step_timeout_seconds, self.compile_timeout_seconds, self.save_timeout_seconds)

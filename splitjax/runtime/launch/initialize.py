@@ -1,7 +1,4 @@
-"""Joining the processes of a run: those that `splitjax launch` started, or a cluster did.
-
-The environment variables are the whole interface between the launcher and its workers.
-"""
+"""Joining the processes of a run: those that `splitjax launch` started, or a cluster did."""
 
 from __future__ import annotations
 
@@ -14,23 +11,20 @@ import jax
 
 from splitjax import _compat
 from splitjax.errors import LaunchError
-
-COORDINATOR = "SPLITJAX_COORDINATOR"
-NUM_PROCESSES = "SPLITJAX_NUM_PROCESSES"
-PROCESS_ID = "SPLITJAX_PROCESS_ID"
-LOCAL_DEVICE_IDS = "SPLITJAX_LOCAL_DEVICE_IDS"
-HEARTBEAT_SECONDS = "SPLITJAX_HEARTBEAT_SECONDS"
-ATTEMPT = "SPLITJAX_ATTEMPT"
-LAUNCH_UNIX_SECONDS = "SPLITJAX_LAUNCH_UNIX_SECONDS"
-FAILED_UNIX_SECONDS = "SPLITJAX_FAILED_UNIX_SECONDS"
-EXIT_FD = "SPLITJAX_EXIT_FD"
-JOINED_PID = "SPLITJAX_JOINED_PID"
-NETWORK_DEVICE = "SPLITJAX_NETWORK_DEVICE"
-
-DEFAULT_HEARTBEAT_SECONDS = 100
-# How often a worker tells the launcher that it runs: a line of this word and its process id.
-SIGNS_PER_HEARTBEAT = 4
-ALIVE = "alive"
+from splitjax.runtime.launch import stacks
+from splitjax.runtime.launch.variables import (
+    ALIVE,
+    COORDINATOR,
+    DEFAULT_HEARTBEAT_SECONDS,
+    EXIT_FD,
+    HEARTBEAT_SECONDS,
+    JOINED_PID,
+    LOCAL_DEVICE_IDS,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    SIGNS_PER_HEARTBEAT,
+)
+from splitjax.runtime.launch.whereabouts import StepRecorder
 
 
 def initialize() -> None:
@@ -88,6 +82,8 @@ def join_launched() -> None:
         _count(HEARTBEAT_SECONDS, at_least=1) if HEARTBEAT_SECONDS in os.environ else DEFAULT_HEARTBEAT_SECONDS
     )
     os.environ[JOINED_PID] = str(os.getpid())
+    stacks.answer()
+    StepRecorder.open().joined()
     jax.distributed.initialize(
         os.environ[COORDINATOR],
         num_processes,

@@ -19,7 +19,6 @@ from typing import Any
 
 from splitjax.runtime.launch import workers as processes
 from splitjax.runtime.launch.config import LaunchConfig
-from splitjax.runtime.launch.initialize import NETWORK_DEVICE
 from splitjax.runtime.launch.outcome import (
     LEFT_ON_SIGTERM,
     LaunchAttempt,
@@ -29,7 +28,9 @@ from splitjax.runtime.launch.outcome import (
     unusual_text,
 )
 from splitjax.runtime.launch.output import Console, Output, make_log_dir
+from splitjax.runtime.launch.variables import NETWORK_DEVICE
 from splitjax.runtime.launch.watch import Event, Watch
+from splitjax.runtime.launch.whereabouts import Board, shared_file
 from splitjax.runtime.launch.workers import Worker
 from splitjax.runtime.network import DEVICE, Network, parse_bandwidth
 
@@ -137,10 +138,12 @@ class Run:
     def _again(self, attempt: LaunchAttempt) -> bool:
         """Decides whether to start all workers once more; says why."""
         say, restarts = self._console.say, self.config.restarts
+        if attempt.step_times:
+            say(attempt.step_times)
         if attempt.failed is not None:
             say(failure_text(attempt))
         elif attempt.reason:
-            say(attempt.reason)
+            say("\n".join((attempt.reason, *attempt.findings)))
         if self._stop_signal is not None:
             for line in unusual_text(attempt):
                 say(line)
@@ -164,11 +167,12 @@ class Run:
         coordinator = self._coordinator()
         output = Output(self._console, config.log_dir, number)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        watch = Watch(config, output)
+        board = Board(config.num_processes)
+        watch = Watch(config, output, board)
         workers: list[Worker] = []
         try:
             for rank in range(config.num_processes):
-                worker = self._spawn(rank, coordinator, number, failed_unix_seconds, output, events)
+                worker = self._spawn(rank, coordinator, number, failed_unix_seconds, output, events, board)
                 workers.append(worker)
                 guard.watch(worker)
             output.start()
@@ -189,6 +193,9 @@ class Run:
                 guard.forget(worker)
             output.finish(_DRAIN_SECONDS)
             coordinator.close()
+            watch.close()
+            for worker in workers:
+                worker.close()
         return watch.attempt(number, stopped=self._stop_signal is not None)
 
     def _coordinator(self) -> processes.Coordinator:
@@ -204,8 +211,10 @@ class Run:
         failed_unix_seconds: float | None,
         output: Output,
         events: queue.SimpleQueue[Event],
+        board: Board,
     ) -> Worker:
         exit_reader, exit_writer = os.pipe()
+        files = processes.WorkerFiles(exit_writer, board.file, shared_file("splitjax-stacks"))
         output.add_notices(exit_reader, lambda said, now: events.put(Event.noticed(rank, said, now)))
         values = processes.environment(
             self.config,
@@ -213,7 +222,7 @@ class Run:
             coordinator=coordinator.address,
             attempt=attempt,
             failed_unix_seconds=failed_unix_seconds,
-            exit_file=exit_writer,
+            files=files,
             base=self._base,
         )
         inside: dict[str, Any] = {}
@@ -225,7 +234,10 @@ class Run:
                 "address": self.network.address(rank),
             }
         try:
-            worker = processes.spawn(rank, self._command, values, exit_file=exit_writer, **inside)
+            worker = processes.spawn(rank, self._command, values, files=files, **inside)
+        except BaseException:
+            os.close(files.stacks)
+            raise
         finally:
             os.close(exit_writer)
         output.add(rank, worker.out, worker.err)

@@ -22,6 +22,7 @@ class WorkerExit:
     - `last_lines`: the last of what it wrote, standard output and standard error together.
     - `silent_seconds`: how long it had given no sign of life when the launcher therefore killed it; None for any other
       end.
+    - `stuck`: why the launcher killed it as the one that held up the run; empty for any other end.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class WorkerExit:
     killed: bool
     last_lines: tuple[str, ...] = ()
     silent_seconds: float | None = None
+    stuck: str = ""
 
     @property
     def status(self) -> int:
@@ -44,6 +46,8 @@ class WorkerExit:
     def __str__(self) -> str:
         if self.silent_seconds is not None:
             return f"killed by the launcher: no sign of life for {self.silent_seconds:g} s"
+        if self.stuck:
+            return f"killed by the launcher: {self.stuck}"
         if self.killed:
             return "killed by the launcher"
         if self.code >= 0:
@@ -62,6 +66,8 @@ class LaunchAttempt:
     - `exits`: the workers in the order in which they left.
     - `failed`: the worker whose failure ended the attempt; None if none failed.
     - `reason`: why the launcher ended the attempt; empty if it did not have to.
+    - `findings`: lines about a worker that held up the run: where all workers were, its stacks.
+    - `step_times`: a line about the workers' step times; empty where none were recorded.
     """
 
     number: int
@@ -70,6 +76,8 @@ class LaunchAttempt:
     exits: tuple[WorkerExit, ...]
     failed: WorkerExit | None
     reason: str = ""
+    findings: tuple[str, ...] = ()
+    step_times: str = ""
 
     @property
     def left_on_sigterm(self) -> WorkerExit | None:
@@ -135,6 +143,7 @@ def failure_text(attempt: LaunchAttempt) -> str:
     failed: Any = attempt.failed
     before = [end for end in attempt.exits[: attempt.exits.index(failed)] if end.code == 0]
     lines = [f"worker {failed.rank} failed after {failed.seconds:.1f} s: {failed}"]
+    lines += attempt.findings
     if failed.last_lines:
         lines += ["its last lines:", *(f"    {line}" for line in failed.last_lines)]
     lines += [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 
 from splitjax import _compat
 from splitjax.errors import CheckpointError
+from splitjax.runtime.launch.whereabouts import StepRecorder
 
 # Keeps the messages of two uses in one run apart; all processes make them in the same order.
 _numbers = itertools.count()
@@ -33,6 +35,7 @@ class Peers:
         self.count: int = jax.process_count()
         self._prefix = f"splitjax/{purpose}/{next(_numbers)}"
         self._client = _compat.coordination_client() if self.count > 1 else None
+        self._recorder = StepRecorder.open()
         self._topics = itertools.count()
         self._answered: list[str] = []
 
@@ -116,7 +119,11 @@ class Peers:
     def _get(self, key: str, deadline: float, rank: int) -> Any:
         assert self._client is not None, "a process that is alone in its run hears nobody"
         milliseconds = max(1, int(1000 * (deadline - time.monotonic())))
+        # Where a run stands still whoever watches it wants to know for whom; threads that save hold up nobody.
+        told = threading.current_thread() is threading.main_thread()
         try:
+            if told:
+                self._recorder.waits_for(rank)
             return json.loads(self._client.blocking_key_value_get(key, milliseconds))
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -127,6 +134,9 @@ class Peers:
                 message,
                 remedy="see whether it still runs; a larger timeout_seconds if its storage is only slow",
             ) from error
+        finally:
+            if told:
+                self._recorder.waits_for(None)
 
 
 def of_any(reports: Sequence[str | CheckpointError | None]) -> list[str]:

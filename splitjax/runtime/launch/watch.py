@@ -1,20 +1,24 @@
-"""Watching the workers of one attempt: who ended first, who is to be ended, and when."""
+"""Watching the workers of one attempt: who ended first, who holds up the others, who is to be ended, and when."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from signal import SIGKILL, SIGTERM
 
+from splitjax.runtime.launch import deadlines, stacks
 from splitjax.runtime.launch.config import LaunchConfig
-from splitjax.runtime.launch.initialize import ALIVE
 from splitjax.runtime.launch.outcome import LEFT_ON_SIGTERM, LaunchAttempt, WorkerExit
 from splitjax.runtime.launch.output import Output
+from splitjax.runtime.launch.variables import ALIVE
+from splitjax.runtime.launch.whereabouts import Board, Whereabouts
 from splitjax.runtime.launch.workers import Worker, is_running
 
 # The launcher looks at its clock far more often than this, unless it was stopped itself.
 _PAUSE_SECONDS = 1.0
+# How often it asks whether a worker holds up the run.
+_JUDGE_SECONDS = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +44,12 @@ class Event:
 class Watch:
     """Watches the workers of an attempt: `take` what happened, `tick` now and then, until nothing is running.
 
-    **Arguments:** `config`: how long to wait for what. `output`: what the workers write.
+    **Arguments:** `config`: how long to wait for what. `output`: what the workers write. `board`: where they record
+    what they do; closed by `close`.
     """
 
-    def __init__(self, config: LaunchConfig, output: Output):
-        self._config, self._output = config, output
+    def __init__(self, config: LaunchConfig, output: Output, board: Board | None = None):
+        self._config, self._output, self._board = config, output, board
         self._began, self._began_unix = time.monotonic(), time.time()
         self._failed_unix: float | None = None
         self._workers: Sequence[Worker] = ()
@@ -57,6 +62,10 @@ class Watch:
         # The last sign of life of each worker that has joined and not announced that it leaves, and whose it was.
         self._signs: dict[int, tuple[float, int]] = {}
         self._hung: set[int] = set()
+        self._stuck: dict[int, str] = {}
+        self._findings: list[str] = []
+        self._last_seen: dict[int, Whereabouts] = {}
+        self._judged = self._began
         self._ticked = self._began
         self._stood_still_until = self._began
         self._is_stopping = False
@@ -110,9 +119,12 @@ class Watch:
             for rank in self._running:
                 self._workers[rank].signal(SIGTERM)
         self._end_hung()
+        self._end_stuck()
         if kill or time.monotonic() >= self._deadline:
             if self._running and not kill:
                 self._reason = self._reason or self._reason_of_deadline
+                if self._is_stopping:
+                    self._say_where(self._running)
             self._killed |= self._running
             for rank in self._running | self._lingering:
                 self._workers[rank].signal_group(SIGKILL)
@@ -134,7 +146,63 @@ class Watch:
                 del self._signs[rank]
                 if is_running(pid):
                     self._hung.add(rank)
+                    self._say_where([rank])
                     self._workers[rank].signal_group(SIGKILL)
+
+    def _end_stuck(self) -> None:
+        """Kills the worker that holds up the run, having completed no step within its deadline, and keeps what is to be
+        said about it. Nobody is judged while the run ends anyway."""
+        now = time.monotonic()
+        if self._board is None or now - self._judged < _JUDGE_SECONDS:
+            return
+        self._judged = now
+        if self._is_stopping or self._deadline < float("inf"):
+            return
+        stood_still_until = round(1e9 * self._stood_still_until)
+        found = deadlines.find_stuck(
+            self._whereabouts(), self._config.deadlines, time.monotonic_ns(), stood_still_until
+        )
+        if found is None:
+            return
+        where = self._last_seen
+        # Of several in the same place the one that is stopped holds up the others, which only wait.
+        stopped = tuple(rank for rank in found.ranks if stacks.is_stopped(where[rank].pid))
+        ranks = stopped or found.ranks
+        self._say_where(ranks)
+        for rank in ranks:
+            self._stuck[rank] = (
+                f"no step completed for {found.waited_seconds:.0f} s (its deadline: {found.allowed_seconds:g} s):"
+                f" {where[rank].place.words} in step {where[rank].step}"
+            )
+            self._workers[rank].signal_group(SIGKILL)
+
+    def _whereabouts(self) -> dict[int, Whereabouts]:
+        """Where the workers that run and have joined are, by rank."""
+        if self._board is not None:
+            pages = {rank: self._board.read(rank) for rank in self._running}
+            self._last_seen |= {rank: where for rank, where in pages.items() if where.pid}
+        return {rank: where for rank, where in self._last_seen.items() if rank in self._running}
+
+    def _say_where(self, ranks: Iterable[int]) -> None:
+        """Keeps what is to be said: where all workers are, and the stacks of `ranks`, which are to be killed."""
+        run, now_ns = self._whereabouts(), time.monotonic_ns()
+        if not run:
+            return
+        self._findings += [deadlines.describe(rank, where, now_ns) for rank, where in sorted(run.items())]
+        for rank in sorted(set(ranks) & set(run)):
+            where = run[rank]
+            lines = stacks.take(where.pid, self._workers[rank].stacks_file, where.thread_ident)
+            self._findings += [f"what worker {rank} is doing:", *(f"    {line}" for line in lines)]
+
+    def close(self) -> None:
+        """Looks for the last time where the workers are, and closes the board."""
+        if self._board is not None:
+            for rank in range(len(self._workers)):
+                where = self._board.read(rank)
+                if where.pid:
+                    self._last_seen[rank] = where
+            self._board.close()
+            self._board = None
 
     def _end_by(self, seconds: float, what_for: str) -> None:
         deadline = time.monotonic() + seconds
@@ -155,9 +223,19 @@ class Watch:
                 rank in self._killed and self._codes[rank] == -SIGKILL,
                 self._output.last_lines(rank),
                 self._config.heartbeat_seconds if rank in self._hung else None,
+                self._stuck.get(rank, ""),
             )
             for rank in sorted(self._codes, key=self._left.__getitem__)
         )
         first = next((end for end in exits if end.code and not end.killed), None)
         failed = first if first is not None and first.is_failure and not stopped else None
-        return LaunchAttempt(number, self._began_unix, self._failed_unix, exits, failed, self._reason)
+        return LaunchAttempt(
+            number,
+            self._began_unix,
+            self._failed_unix,
+            exits,
+            failed,
+            self._reason,
+            tuple(self._findings),
+            deadlines.step_times_text(self._last_seen),
+        )

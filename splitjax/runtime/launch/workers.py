@@ -3,6 +3,7 @@ launcher to kill them."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -15,7 +16,7 @@ from typing import IO
 
 from splitjax import _compat
 from splitjax.errors import LaunchError
-from splitjax.runtime.launch import initialize as variables
+from splitjax.runtime.launch import variables
 from splitjax.runtime.launch.config import LaunchConfig
 
 _HERE = pathlib.Path(__file__).parent
@@ -26,15 +27,31 @@ _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1
 _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkerFiles:
+    """Holds the descriptors that a worker inherits.
+
+    - `exit_pipe`: on which it gives signs of life and announces that it leaves.
+    - `board`: the pages on which workers record where they are (`whereabouts.Board`).
+    - `stacks`: where it writes its stacks when it is asked to (`stacks.take`).
+    """
+
+    exit_pipe: int
+    board: int
+    stacks: int
+
+
 class Worker:
     """Holds a process of the run, in a session of its own.
 
     - `rank`: its process id in the run.
     - `pid`: the operating system's.
+    - `stacks_file`: the descriptor of what it writes its stacks to.
     """
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]):
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], stacks_file: int):
         self.rank: int = rank
+        self.stacks_file: int = stacks_file
         self.pid: int = process.pid
         self._process = process
 
@@ -63,6 +80,10 @@ class Worker:
         """Sends signal `number` to every process that the worker started and that stayed in its group."""
         _send(os.killpg, self.pid, number)
 
+    def close(self) -> None:
+        """Closes the launcher's files of a worker that has ended."""
+        os.close(self.stacks_file)
+
 
 def is_running(pid: int) -> bool:
     """Returns whether there is a process `pid`, ended ones that nobody waited for included."""
@@ -89,7 +110,7 @@ def environment(
     coordinator: str,
     attempt: int,
     failed_unix_seconds: float | None,
-    exit_file: int,
+    files: WorkerFiles,
     base: Mapping[str, str],
 ) -> dict[str, str]:
     """Returns the environment of a worker.
@@ -101,16 +122,10 @@ def environment(
     - `coordinator`: host and port of the coordination service.
     - `attempt`: the number of the attempt, from 0.
     - `failed_unix_seconds`: when the attempt before failed; None for the first.
-    - `exit_file`: the descriptor on which the worker announces that it leaves.
+    - `files`: what the worker writes to beside its output.
     - `base`: the environment of the launcher.
     """
-    of_one_worker = (
-        variables.JOINED_PID,
-        variables.FAILED_UNIX_SECONDS,
-        variables.LOCAL_DEVICE_IDS,
-        variables.NETWORK_DEVICE,
-    )
-    values = {key: value for key, value in base.items() if key not in of_one_worker}
+    values = {key: value for key, value in base.items() if key not in variables.OF_ONE_WORKER}
     values |= {
         variables.COORDINATOR: coordinator,
         variables.NUM_PROCESSES: str(config.num_processes),
@@ -118,7 +133,9 @@ def environment(
         variables.HEARTBEAT_SECONDS: str(config.heartbeat_seconds),
         variables.ATTEMPT: str(attempt),
         variables.LAUNCH_UNIX_SECONDS: f"{time.time():.3f}",
-        variables.EXIT_FD: str(exit_file),
+        variables.EXIT_FD: str(files.exit_pipe),
+        variables.BOARD_FD: str(files.board),
+        variables.STACKS_FD: str(files.stacks),
     }
     # Into a pipe Python writes whole blocks, and the last words of a killed worker would be lost with the block.
     values.setdefault("PYTHONUNBUFFERED", "1")
@@ -153,7 +170,7 @@ def spawn(
     command: Sequence[str],
     values: Mapping[str, str],
     *,
-    exit_file: int,
+    files: WorkerFiles,
     enter: Sequence[str] = (),
     address: str = "-",
     enter_files: Sequence[int] = (),
@@ -165,7 +182,7 @@ def spawn(
     - `rank`: its process id in the run.
     - `command`: the program and its arguments.
     - `values`: its environment.
-    - `exit_file`: where it announces that it leaves.
+    - `files`: what it writes to beside its output.
     - `enter`, `enter_files`: a command that enters a network namespace, and the files that it reads; `address`: the
       worker's there.
     """
@@ -177,9 +194,9 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        pass_fds=[exit_file, *enter_files],
+        pass_fds=[*dataclasses.astuple(files), *enter_files],
     )
-    return Worker(rank, process)
+    return Worker(rank, process, files.stacks)
 
 
 class Guard:

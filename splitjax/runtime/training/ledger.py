@@ -37,6 +37,13 @@ class RecordedAttempt:
     seconds: dict[str, float]
 
 
+def steady_clock() -> Callable[[], float]:
+    """Returns a clock that shows Unix seconds now, and goes on with the time that passes, whatever the machine's clock
+    is set to."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class Ledger:
     """Keeps the times of one attempt, and writes them beside those of earlier ones.
 
@@ -44,12 +51,16 @@ class Ledger:
 
     - `file`: JSON; None keeps nothing. An unreadable one is begun anew: it is a log, not part of the run.
     - `begin_unix_seconds`: when this attempt's process started, if earlier than now.
-    - `clock`: Unix seconds; for tests.
+    - `clock`: Unix seconds; `steady_clock()` if not given.
     """
 
     def __init__(
-        self, file: pathlib.Path | None, begin_unix_seconds: float | None = None, clock: Callable[[], float] = time.time
+        self,
+        file: pathlib.Path | None,
+        begin_unix_seconds: float | None = None,
+        clock: Callable[[], float] | None = None,
     ):
+        clock = clock or steady_clock()
         self._file, self._clock = file, clock
         begin = clock() if begin_unix_seconds is None else begin_unix_seconds
         self._earlier = _read(file)

@@ -67,6 +67,7 @@ def group_state(group: Group, standings: Sequence[Standing], grants: Iterable[Gr
         tuple(ready.get(member.job, standing.ready_seconds) for member, standing in zip(group.members, standings)),
         tuple(standing.device_seconds for standing in standings),
         tuple((times[0], times[1], times[2], times[3]) for times in free.values()),
+        (-1,) * len(free),
     )
 
 

@@ -38,14 +38,39 @@ def start_state(
         (now_seconds,) * count,
         (0.0,) * count,
         ((now_seconds, now_seconds, now_seconds, now_seconds),) * len(group.devices),
+        (-1,) * len(group.devices),
     )
+
+
+def charge_switches(group: Group, jobs: Sequence[Job], state: GroupState, iteration: Iteration) -> Iteration:
+    """Gives `iteration` of `group` with what its devices lose by going over to it from other members (of `jobs`, in the
+    members' order): the first task on such a device takes `JobProfile.switch_seconds` longer, and what follows it there
+    begins later. Disciplines do not reckon with it in their times, so that none can leave it out."""
+    seconds = jobs[iteration.member].profile.switch_seconds
+    if not seconds:
+        return iteration
+    holder = dict(zip(group.devices, state.holders))
+    switched = {task.device for task in iteration.tasks if holder[task.device] not in (-1, iteration.member)}
+    if not switched:
+        return iteration
+    begun: set[int] = set()
+    tasks = []
+    for task in sorted(iteration.tasks, key=lambda task: (task.start_seconds, task.resource)):
+        if task.device in begun:
+            task = dataclasses.replace(task, start_seconds=task.start_seconds + seconds)
+        elif task.device in switched and task.resource == DEVICE:
+            begun.add(task.device)
+            task = dataclasses.replace(task, seconds=task.seconds + seconds)
+        tasks.append(task)
+    after = iteration.ready_seconds - max(task.end_seconds for task in iteration.tasks)
+    return Iteration(iteration.member, tuple(tasks), max(task.end_seconds for task in tasks) + after)
 
 
 def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState:
     """Gives the state of `group` after `iteration` was granted in `state`. Raises `ScheduleError` if one of its tasks
     starts before its device is free."""
     place = {device: index for index, device in enumerate(group.devices)}
-    free = [list(times) for times in state.free_seconds]
+    free, holders = [list(times) for times in state.free_seconds], list(state.holders)
     used = 0.0
     for task in iteration.tasks:
         times = free[place[task.device]]
@@ -55,6 +80,8 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
             )
         times[task.resource] = task.end_seconds
         used += task.seconds if task.resource == DEVICE else 0.0
+        if task.resource == DEVICE:
+            holders[place[task.device]] = iteration.member
     member = iteration.member
 
     def put(values: tuple, value: float) -> tuple:
@@ -65,7 +92,7 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
         remaining_iterations=put(state.remaining_iterations, state.remaining_iterations[member] - 1),
         ready_seconds=put(state.ready_seconds, iteration.ready_seconds),
         attained_device_seconds=put(state.attained_device_seconds, state.attained_device_seconds[member] + used),
-        free_seconds=tuple(map(tuple, free)),
+        free_seconds=tuple(map(tuple, free)), holders=tuple(holders),
     )  # fmt: skip
 
 
@@ -153,7 +180,7 @@ def measure_rates(next_iteration: NextIteration, group: Group, jobs: Sequence[Jo
         # Short windows wait as long as middling ones: a member that was ahead can stand still for long without
         # starving.
         for _ in range(max(window, 64) * _STARVED_AFTER * count):
-            iteration = next_iteration(group, jobs, state)
+            iteration = charge_switches(group, jobs, state, next_iteration(group, jobs, state))
             state = advance(group, state, iteration)
             member = iteration.member
             ends[member] = iteration.ready_seconds

@@ -85,6 +85,8 @@ class JobProfile:
       optimizer state).
     - `stages`: time on each resource, where known.
     - `update_seconds`: the update of the parameters, which every worker computes at whatever depth.
+    - `switch_seconds`: what a device loses when it goes from another job's task to one of this job: until caches, or
+      the device's memory, hold the job's weights again, and the job's process runs.
 
     Raises `ScheduleError` for times, fractions or sizes that cannot be.
     """
@@ -96,12 +98,14 @@ class JobProfile:
     state_bytes: int = 0
     stages: Stages | None = None
     update_seconds: float = 0.0
+    switch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         times = [
             self.forward_seconds,
             self.exposed_seconds,
             self.update_seconds,
+            self.switch_seconds,
             *(depth.backward_seconds for depth in self.depths),
             *(self.stages.seconds if self.stages else ()),
         ]

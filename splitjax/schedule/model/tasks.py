@@ -71,6 +71,7 @@ class GroupState:
     - `attained_device_seconds`: device time that each member has had in this group (a group whose members change is
       another one).
     - `free_seconds`: [device][resource], from when each is free.
+    - `holders`: per device, the member that computed on it last; -1 where none of this group did.
     """
 
     now_seconds: float
@@ -79,6 +80,7 @@ class GroupState:
     ready_seconds: tuple[float, ...]
     attained_device_seconds: tuple[float, ...]
     free_seconds: tuple[tuple[float, float, float, float], ...]
+    holders: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Rates:
     **Attributes:**
 
     - `iterations_per_second`: how fast each member goes.
-    - `device_seconds`: computing time on devices of one iteration, all workers together.
+    - `device_seconds`: for how long one iteration keeps devices busy, all workers together, with what they lose by
+      going over to it from other jobs.
     - `credit`: what one iteration is worth if only work really done counts: 1 with full backpropagation, else
       device-seconds without the skipped backward work over those with it.
     """

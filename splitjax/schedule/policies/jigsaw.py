@@ -20,8 +20,9 @@ from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Tas
 from splitjax.schedule.model.iterations import Mark, iterations_to_next, measure_rates, settled, within_capacity
 from splitjax.schedule.model.jobs import CPU, DEVICE, NETWORK, STORAGE, Job, JobProfile, Stages
 from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
+from splitjax.schedule.policies.group_plan import PackingOptions
 from splitjax.schedule.policies.orders import fifo, las, srtf
-from splitjax.schedule.policies.packing import PackingOptions, pack
+from splitjax.schedule.policies.packing import pack
 
 _PAPER = (
     "Kumar et al., Partial backpropagation and JigSaw (arXiv 2111.10672); list scheduling: Graham, Bounds on"
@@ -123,10 +124,11 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
     alone = len(group.members) == 1
     # Alone, a job finds all devices that are free by then alike, and so stays on the same ones.
     times = [max(ready if alone else now, device[DEVICE]) for device in state.free_seconds]
+    lost = [profile.switch_seconds if holder not in (-1, member) else 0.0 for holder in state.holders]
     # rounded: equal sums tie
     free = [
-        (round(time, 9), rank, index)
-        for index, (time, rank) in enumerate(zip(times, _ranks(group, num_workers, shift)))
+        (round(time + switch, 9), rank, index)
+        for index, (time, switch, rank) in enumerate(zip(times, lost, _ranks(group, num_workers, shift)))
     ]
     heapq.heapify(free)
     tasks = []
@@ -134,7 +136,7 @@ def _next(group: Group, jobs: Sequence[Job], state: GroupState, partial: bool) -
         _, rank, index = free[0]
         start, seconds = max(times[index], ready), profile.task_seconds(depth)
         times[index] = start + seconds
-        heapq.heapreplace(free, (round(times[index], 9), rank, index))
+        heapq.heapreplace(free, (round(times[index] + lost[index], 9), rank, index))
         tasks.append(Task(worker, devices[index], depth, start, seconds))
     return Iteration(member, tuple(tasks), max(task.end_seconds for task in tasks) + profile.exposed_seconds)
 
@@ -234,6 +236,49 @@ def _steady(members: tuple[tuple[JobProfile, int], ...], num_devices: int, parti
     return within_capacity(steady[0].rates_until(steady[1]), [(sum(each),) for each in seconds], num_devices)
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _steady_with_switches(
+    members: tuple[tuple[JobProfile, int], ...], num_devices: int, partial: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Gives what `_steady` does where a device that goes over to a member loses its `switch_seconds`, and for how long
+    an iteration of each member keeps devices busy, all together, with what they lose."""
+    seconds = [
+        [profile.task_seconds(depth) for depth in _depths(profile, num_workers, partial)]
+        for profile, num_workers in members
+    ]
+    count = len(members)
+    free, holder = [0.0] * num_devices, [-1] * num_devices
+    ready, progress, done, ends = [0.0] * count, [0.0] * count, [0] * count, [0.0] * count
+    busy = [[0.0] for _ in range(count)]
+    marks: list[Mark] = []
+    totals: list[tuple[float, ...]] = []
+    while (steady := settled(marks)) is None:
+        window = iterations_to_next(len(marks))
+        due = [num + window for num in done]
+        while any(num < wanted for num, wanted in zip(done, due)):
+            member = _choose(min(free), ready, progress, [math.inf] * count)
+            profile = members[member][0]
+            when, last, switch = ready[member], 0.0, profile.switch_seconds
+            for length in seconds[member]:
+                begins = [time if held in (-1, member) else time + switch for time, held in zip(free, holder)]
+                index = begins.index(min(begins))
+                lost = begins[index] - free[index]
+                free[index] = max(free[index], when) + lost + length
+                holder[index] = member
+                busy[member][0] += lost + length
+                last = max(last, free[index])
+            ready[member] = ends[member] = last + profile.exposed_seconds
+            progress[member] += profile.iteration_seconds
+            done[member] += 1
+        marks.append(Mark(tuple(done), tuple(ends)))
+        totals.append(tuple(each[0] for each in busy))
+    first, after = steady
+    taken = zip(totals[marks.index(first)], totals[marks.index(after)], first.done, after.done)
+    each = [((late - early) / (num - before),) for early, late, before, num in taken]
+    speeds = within_capacity(first.rates_until(after), each, num_devices)
+    return speeds, tuple(occupied for (occupied,) in each)
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def _measured(jobs: tuple[Job, ...], num_devices: int, partial: bool) -> Rates:
     devices = tuple(range(num_devices))
@@ -254,8 +299,10 @@ def _rates(partial: bool, group: Group, jobs: Sequence[Job], cluster: Cluster) -
         seconds = profile.partial_seconds(job.num_workers) if partial else profile.task_seconds(0)
         computing.append(seconds * job.num_workers)
         credit.append(1 - (profile.task_seconds(0) - seconds) / profile.iteration_seconds)
-    speeds = _steady(tuple((job.profile, job.num_workers) for job in jobs), len(group.devices), partial)
-    return Rates(speeds, tuple(computing), tuple(credit))
+    members = tuple((job.profile, job.num_workers) for job in jobs)
+    if len(jobs) > 1 and any(job.profile.switch_seconds for job in jobs):
+        return Rates(*_steady_with_switches(members, len(group.devices), partial), tuple(credit))
+    return Rates(_steady(members, len(group.devices), partial), tuple(computing), tuple(credit))
 
 
 @discipline("jigsaw", functools.partial(_rates, True))

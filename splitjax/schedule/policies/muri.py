@@ -218,7 +218,7 @@ def _assignment(
 
 def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, ...]]:
     """Gives the seconds of each phase of a cycle, and the resource on which each member begins it."""
-    times = tuple(stage_seconds(job.profile) for job in jobs)
+    times = tuple(_in_turns(stage_seconds(job.profile), job.profile.switch_seconds) for job in jobs)
     ordered = sorted(range(len(jobs)), key=lambda member: times[member])
     _, offsets = interleave(tuple(times[member] for member in ordered))
     offset = dict(zip(ordered, offsets))
@@ -228,6 +228,11 @@ def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, .
     longest = max(job.profile.iteration_seconds for job in jobs)
     stretch = max(1 + (group.option or 0.0) * (len(jobs) > 1), longest / sum(phases))
     return [stretch * seconds for seconds in phases], mine
+
+
+def _in_turns(times: Times, switch_seconds: float) -> Times:
+    """Gives the stages of a job that shares its devices: each cycle they go over to it once."""
+    return (*times[:DEVICE], times[DEVICE] + switch_seconds, *times[DEVICE + 1 :])
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:

@@ -57,11 +57,14 @@ def primed_state(
                 ready[index] = max(ready[index], earlier.state.ready_seconds[numbers.index(member.job)])
                 if ready[index] > now:
                     flying.append((ready[index], index))
-    staying = {member.job for member in group.members}
+    staying = {member.job: index for index, member in enumerate(group.members)}
+    holder = dict.fromkeys(group.devices, -1)
     for earlier in before:
-        if earlier.state is not None and staying & {old.job for old in earlier.group.members}:
-            for device, times in zip(earlier.group.devices, earlier.state.free_seconds):
+        if earlier.state is not None and staying.keys() & {old.job for old in earlier.group.members}:
+            held = zip(earlier.group.devices, earlier.state.free_seconds, earlier.state.holders)
+            for device, times, last in held:
                 if device in free:
+                    holder[device] = staying.get(earlier.group.members[last].job, -1) if last >= 0 else -1
                     storage, cpu, compute, network = (max(now, time) for time in times)
                     free[device] = storage, cpu, compute, network
     # Members that are only starting are not to be chosen yet: `_begin` adds them.
@@ -70,6 +73,7 @@ def primed_state(
     for _, index in flying:
         remaining[index] -= 1
     state = dataclasses.replace(
-        state, ready_seconds=tuple(ready), free_seconds=tuple(free.values()), remaining_iterations=tuple(remaining)
-    )
+        state, ready_seconds=tuple(ready), free_seconds=tuple(free.values()), remaining_iterations=tuple(remaining),
+        holders=tuple(holder.values()),
+    )  # fmt: skip
     return state, flying

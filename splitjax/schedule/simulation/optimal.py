@@ -15,7 +15,7 @@ from scipy.optimize import milp
 
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.discipline import get_discipline
-from splitjax.schedule.model.iterations import advance, start_state
+from splitjax.schedule.model.iterations import advance, charge_switches, start_state
 from splitjax.schedule.model.jobs import Job
 from splitjax.schedule.model.policy import Group, Member
 
@@ -81,7 +81,8 @@ def list_round(jobs: Sequence[Job], num_devices: int, *, partial: bool = True) -
     group = Group(members, name)
     state, end = start_state(group, jobs, remaining=[1.0] * len(jobs)), 0.0
     while max(state.remaining_iterations) > 0:
-        iteration = get_discipline(name).next_iteration(group, jobs, state)
+        asked = get_discipline(name).next_iteration(group, jobs, state)
+        iteration = charge_switches(group, jobs, state, asked)
         state = advance(group, state, iteration)
         end = max(end, *(task.end_seconds for task in iteration.tasks))
     return end

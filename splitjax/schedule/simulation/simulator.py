@@ -20,7 +20,7 @@ import numpy as np
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.discipline import get_discipline
-from splitjax.schedule.model.iterations import advance, iteration_credit
+from splitjax.schedule.model.iterations import advance, charge_switches, iteration_credit
 from splitjax.schedule.model.jobs import DEVICE, Job, JobColumns
 from splitjax.schedule.model.links import over_links
 from splitjax.schedule.model.policy import Assignment, Group, Policy, get
@@ -369,7 +369,8 @@ class _Simulation:
             return
         running.state = dataclasses.replace(running.state, now_seconds=self.now)
         jobs = [self.jobs[member.job] for member in running.group.members]
-        iteration = get_discipline(running.group.discipline).next_iteration(running.group, jobs, running.state)
+        asked = get_discipline(running.group.discipline).next_iteration(running.group, jobs, running.state)
+        iteration = charge_switches(running.group, jobs, running.state, asked)
         running.state = advance(running.group, running.state, iteration)
         job = running.group.members[iteration.member].job
         seconds = sum(task.seconds for task in iteration.tasks if task.resource == DEVICE)

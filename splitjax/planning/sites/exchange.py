@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from splitjax.cost.flow import WeightFlow, flows, linked
-from splitjax.mesh import DATA, MeshShape
+from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, spec_axes
 from splitjax.trace.graph import Graph, Use
 
@@ -126,7 +126,7 @@ def _exchange(
     use, leaf = flow.use, planned[flow.use.param]
     axes = mesh.present(spec_axes(leaf.spec))
     rest = tuple(axis for axis in batch_axes if axis not in axes)
-    if use.primitive != "dot_general" or not use.in_boundary or not use.editable or DATA in axes or not axes:
+    if use.primitive != "dot_general" or not use.in_boundary or not use.editable or mesh.roles.store(axes) or not axes:
         return None
     if use.data is None:
         return None

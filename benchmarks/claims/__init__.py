@@ -1,0 +1,1 @@
+"""The figures that README and docs state, checked against the pages of results."""

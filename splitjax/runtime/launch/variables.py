@@ -1,0 +1,25 @@
+"""Names the environment variables that are the whole interface between the launcher and its workers, and the words that
+go through the pipe among them."""
+
+from __future__ import annotations
+
+COORDINATOR = "SPLITJAX_COORDINATOR"
+NUM_PROCESSES = "SPLITJAX_NUM_PROCESSES"
+PROCESS_ID = "SPLITJAX_PROCESS_ID"
+LOCAL_DEVICE_IDS = "SPLITJAX_LOCAL_DEVICE_IDS"
+HEARTBEAT_SECONDS = "SPLITJAX_HEARTBEAT_SECONDS"
+ATTEMPT = "SPLITJAX_ATTEMPT"
+LAUNCH_UNIX_SECONDS = "SPLITJAX_LAUNCH_UNIX_SECONDS"
+FAILED_UNIX_SECONDS = "SPLITJAX_FAILED_UNIX_SECONDS"
+EXIT_FD = "SPLITJAX_EXIT_FD"
+BOARD_FD = "SPLITJAX_BOARD_FD"
+STACKS_FD = "SPLITJAX_STACKS_FD"
+JOINED_PID = "SPLITJAX_JOINED_PID"
+NETWORK_DEVICE = "SPLITJAX_NETWORK_DEVICE"
+# What a process must not hand on to workers that it starts itself.
+OF_ONE_WORKER = (JOINED_PID, FAILED_UNIX_SECONDS, LOCAL_DEVICE_IDS, NETWORK_DEVICE, EXIT_FD, BOARD_FD, STACKS_FD)
+
+DEFAULT_HEARTBEAT_SECONDS = 100
+# How often a worker tells the launcher that it runs: a line of this word and its process id.
+SIGNS_PER_HEARTBEAT = 4
+ALIVE = "alive"
