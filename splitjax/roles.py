@@ -12,7 +12,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.errors import MeshError
+from splitjax.errors import MeshError, Refusal
 
 
 class Role(enum.StrEnum):
@@ -90,6 +90,9 @@ class MeshRoles:
         A name is a role, which means all axes that have it (none, perhaps), or an axis. Raises `MeshError` for an axis
         that the mesh lacks, unless it is one of `KNOWN_AXES`.
         """
+        unknown = self.unknown(names)
+        if unknown is not None:
+            raise unknown.error()
         axes: list[str] = []
         present = [axis for axis, _ in self.by_axis]
         for name in names:
@@ -97,15 +100,23 @@ class MeshRoles:
                 axes += self.having(Role(name))
             elif name in present:
                 axes.append(name)
-            elif name not in KNOWN_AXES:
-                raise MeshError(
+        return tuple(dict.fromkeys(axes))
+
+    def unknown(self, names: Sequence[str]) -> Refusal | None:
+        """Returns the refusal, a `MeshError`, of the first of `names` that `resolve` does not know; None where it knows
+        all."""
+        present = [axis for axis, _ in self.by_axis]
+        for name in names:
+            if name not in ROLE_NAMES and name not in present and name not in KNOWN_AXES:
+                return Refusal(
                     f"the mesh has no axis {name!r}",
                     value=present,
                     place="mesh",
                     remedy=f"name one of {', '.join(present)}, a role ({', '.join(ROLE_NAMES)}), or add {name!r} to the"
                     " mesh",
+                    kind=MeshError,
                 )
-        return tuple(dict.fromkeys(axes))
+        return None
 
 
 def read_roles(said: Any, place: str) -> dict[str, Role]:

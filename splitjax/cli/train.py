@@ -168,7 +168,7 @@ class _TrainingRun:
                 training.bad_numbers, training.spike_factor, training.allow_nonfinite, training.max_setbacks
             )
             guard = NumberGuard(numbers, seen)
-            outcome = self._train(stack, checkpoints, state, position, done, stop, ledger, guard)
+            outcome = self._train(stack, checkpoints, (state, position, done), stop, ledger, guard)
         return self._close(outcome, stop, ledger)
 
     def _checkpoints(self, stack: contextlib.ExitStack) -> Checkpoints | None:
@@ -235,9 +235,7 @@ class _TrainingRun:
         self,
         stack: contextlib.ExitStack,
         checkpoints: Checkpoints | None,
-        state: Any,
-        position: Position,
-        done: int,
+        begin: tuple[Any, Position, int],
         stop: StopRequest,
         ledger: Ledger,
         guard: NumberGuard,
@@ -249,6 +247,7 @@ class _TrainingRun:
         from splitjax.runtime.training.profiling import Profile
 
         data, training, watching = self.options.data, self.options.training, self.options.watching
+        state, position, done = begin
         placement = batch_layout(self.steps.train_step, state, self.steps.example)
         stream = self.dataset.train_stream(
             data.batch_size, seed=training.seed, start=position, rows=placement.rows, augment=data.augment

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
-from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
+from splitjax.errors import PartialError, ProfileError, Refusal
 from splitjax.measure.profiling import OnDevice, check_examples
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs, temporary_bytes
 from splitjax.measure.worker_noise import WorkerNoise
@@ -32,7 +32,7 @@ from splitjax.partial.advice import (
 )
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.contributors import handing, in_groups
-from splitjax.partial.depths import Depths, choose_depths
+from splitjax.partial.depths import Depths, find_depths
 from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import BackpropStages, with_times
@@ -294,26 +294,30 @@ class _Comparison:
         rows = [full, made.smaller(wanted.device_time, full, self._smaller_bytes(wanted.device_time, notes)), first]
         if asked.depths != OPTIMAL:
             budget = min(1.0, wanted.device_time)
-            try:
-                best = self._depths(
-                    dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False)
-                )
-                rows.append(
-                    made.spatial(
-                        OPTIMAL_ROW, "optimal depths by worker, under the same budget", best, self._exchange(best)
-                    )
-                )
-            except PartialError as error:
-                notes.append(f"no optimal depths: {error.message}")
+            best = self._depths_or_refusal(
+                dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False)
+            )
+            if isinstance(best, Refusal):
+                notes.append(f"no optimal depths: {best.message}")
+            else:
+                told_best = "optimal depths by worker, under the same budget"
+                rows.append(made.spatial(OPTIMAL_ROW, told_best, best, self._exchange(best)))
         if spatial.is_full:
             notes.append("the depths that were asked for leave nothing out")
         return (*rows, temporal), notes
 
     def _depths(self, request: PartialBackprop) -> Depths:
-        """Chooses the depths that a request asks for, by measured times."""
+        """Chooses the depths that a request asks for, by measured times. Raises `PartialError` where there are none."""
+        depths = self._depths_or_refusal(request)
+        if isinstance(depths, Refusal):
+            raise depths.error()
+        return depths
+
+    def _depths_or_refusal(self, request: PartialBackprop) -> Depths | Refusal:
+        """Chooses the depths that a request asks for, by measured times; a refusal where there are none."""
         seconds = dict(zip(self.measured.layers, self.measured.backward_seconds, strict=True))
         timed = with_times(self.measuring.stages, seconds, self.measured.forward_seconds)
-        return choose_depths(timed, request, self.step.depths.num_slots, self.measuring.place)
+        return find_depths(timed, request, self.step.depths.num_slots, self.measuring.place)
 
     def _full_exchange(self) -> PredictedExchange:
         """Returns what full backpropagation sends, and how long that takes as one ring."""
@@ -359,11 +363,10 @@ class _Comparison:
         examples = max(1, round(fraction * self.share))
         if examples == self.share:
             return float(self.costs.bytes_from(0))
-        try:
-            return float(temporary_bytes(self.programs.compile(examples, 0)[0]))
-        except (BatchError, SplitjaxError):
+        if isinstance(self.programs.entry.traced.resized(examples), Refusal):
             notes.append("the step cannot be traced with the smaller batch; its memory is taken to be in proportion")
             return fraction * self.costs.bytes_from(0)
+        return float(temporary_bytes(self.programs.compile(examples, 0)[0]))
 
 
 def split_request(

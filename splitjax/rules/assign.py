@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from splitjax.errors import BatchError, MeshError, RuleError, UnavailableError
+from splitjax.errors import BatchError, MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
@@ -66,10 +66,10 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     batch does not divide.
     """
     mesh = MeshShape.of(mesh)
-    for rule, error in unknown_axes(rules, mesh):
+    for rule, refusal in unknown_axes(rules, mesh):
         place = f"rule set {rules.name!r}" + (f", rule {rule.name!r}" if rule else ", key 'axes'")
         raise MeshError(
-            error.message,
+            refusal.message,
             value=dict(mesh.axes),
             place=place,
             remedy=f"add the axis to the mesh, or let the rule name one of {', '.join(mesh.names)}",
@@ -112,24 +112,20 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     )
 
 
-def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, MeshError]]:
+def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Refusal]]:
     """Finds the rules in `rules` that name an axis that `mesh` lacks and that is none of the known ones.
 
-    Returns each with its error; None stands for the set's own `axes`.
+    Returns each with the refusal of the axis; None stands for the set's own `axes`.
     """
-    unknown: list[tuple[Rule | None, MeshError]] = []
-    for rule in (*rules.rules, None):
-        try:
-            mesh.roles.resolve(rule.axes if rule else rules.axes)
-        except MeshError as error:
-            unknown.append((rule, error))
-    return unknown
+    refused = ((rule, mesh.roles.unknown(rule.axes if rule else rules.axes)) for rule in (*rules.rules, None))
+    return [(rule, refusal) for rule, refusal in refused if refusal is not None]
 
 
 def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
     """Raises an error for an axis of `mesh`, of a size above 1, that means nothing to the set `rules`.
 
-    No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`)."""
+    No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`); or a
+    rule stores weights over it, over which the batch does not lie (`RuleError`)."""
     named = mesh.roles.resolve((*rules.axes, *(axis for rule in rules.rules for axis in rule.axes)))
     for axis in mesh.present(mesh.names):
         role = mesh.roles.role(axis)
@@ -150,6 +146,18 @@ def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
                 place="mesh",
                 remedy=f"say its role, roles={{{axis!r}: 'tensor'}} ({', '.join(ROLE_NAMES)}), or call it by a name"
                 f" that tells it ({', '.join(ROLE_BY_NAME)})",
+            )
+    batch_axes = rules.batch_axes(mesh)
+    for rule in rules.rules:
+        apart = [axis for axis in mesh.meant(rule.store) if axis not in batch_axes]
+        if apart:
+            raise RuleError(
+                f"the rule stores weights over {' and '.join(apart)}, and the batch does not lie over it: its devices"
+                " would gather what they share",
+                value=rule.store,
+                place=f"rule set {rules.name!r}, rule {rule.name!r}, key 'store'",
+                remedy=f"take {' and '.join(apart)} out of store, compute over it (shard), or put it into"
+                " replicated_batch",
             )
 
 

@@ -143,7 +143,7 @@ def train(
     """
     tracker = Tracker(ledger or Ledger(None))
     guard = guard or NumberGuard(NumberOptions(allow_nonfinite=options.allow_nonfinite))
-    loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, tracker, learning_rates, guard)
+    loop = _Loop(step, options, (checkpoints, dict(extra or {})), observers, tracker, learning_rates, guard)
     loop_step, feed = as_loop_step(step, state), Feed(batches, first_step - 1)
     profile = profile or Profile()
     number, stopped, position = first_step - 1, False, None
@@ -205,21 +205,15 @@ class _Loop:
         self,
         step: Callable[..., Any],
         options: LoopOptions,
-        checkpoints: Saves | None,
-        extra: dict[str, Any],
+        saving: tuple[Saves | None, dict[str, Any]],
         observers: Sequence[StepObserver],
         tracker: Tracker,
         learning_rates: Sequence[float] | None,
         guard: NumberGuard,
     ):
         self.guard = guard
-        self.step, self.options, self.checkpoints, self.extra, self.observers = (
-            step,
-            options,
-            checkpoints,
-            extra,
-            observers,
-        )
+        self.step, self.options, self.observers = step, options, observers
+        self.checkpoints, self.extra = saving  # where states are saved, and what is saved with them
         self.tracker, self.learning_rates = tracker, learning_rates
         self.row: dict[str, Any] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
