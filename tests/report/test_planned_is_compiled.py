@@ -85,9 +85,10 @@ def test_nothing_that_is_planned_is_missing(combination):
     assert any(one.planned is not None for one in report.collectives)
 
 
-def test_a_report_does_not_depend_on_what_was_compiled_before():
+@pytest.mark.parametrize("way", ["plain", "microbatches"])
+def test_a_report_does_not_depend_on_what_was_compiled_before(way):
     """JAX traces some of its functions once in a process, and keeps the lines of the first call."""
-    combination = ("megatron", False, "plain")
+    combination = ("megatron", False, way)
     before = report_of(combination)
     for rules, microbatches in (("splitbrain", 4), ("fsdp", None)):
         step = make_step(optax.adagrad(0.1), microbatches)
