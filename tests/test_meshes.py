@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import splitjax
@@ -430,14 +431,18 @@ def test_annotations_under_explicit_axes_are_pins(how, rules, options):
     assert not any("are Auto inside" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("how", ["reshard", "out_sharding"])
 @pytest.mark.parametrize("kind", ["explicit", "mixed"])
-def test_a_pin_is_where_the_array_is(kind):
+def test_a_pin_is_where_the_array_is(kind, how):
     state, batch = numbers_for_annotated()
     step = splitjax.parallelize(annotated_step(""), mesh=mesh_of(kind), rules="megatron")
     step.plan(state, batch)
 
     def hidden(state, batch):
-        return jax.sharding.reshard(batch["x"] @ state["w"], PartitionSpec(None, "data"))
+        where = PartitionSpec(None, "data")
+        if how == "reshard":
+            return jax.sharding.reshard(batch["x"] @ state["w"], where)
+        return jnp.dot(batch["x"], state["w"], out_sharding=where)
 
     out = step.like(hidden)(state, batch)
     assert_close(out, batch["x"] @ state["w"])
@@ -514,3 +519,27 @@ def test_slow_axes_cross_slices_or_nodes(by_process):
         np.testing.assert_array_equal(unit(arrange(devices, {"data": (1, 4), "model": (1, 2)})), unit(order))
     with pytest.raises(MeshError, match="crosses 4 slices"):
         arrange(devices, {"data": (4, 2)})
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(("topology", "sizes"), [("v5e:4x4", (2, 8)), ("v5p:4x4x4", (4, 4, 4)), ("v5p:4x4x4", (8, 8))])
+def test_devices_stand_as_jax_has_them_on_a_tpu(topology, sizes):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    names = ("a", "b", "c")[: len(sizes)]
+    arranged = arrange(devices, {name: (1, size) for name, size in zip(names, sizes, strict=True)})
+    try:
+        want = jax.make_mesh(sizes, names, devices=devices).devices
+    except NotImplementedError:  # no dims of the torus have these sizes: they are split, where JAX gives up
+        want = None
+    assert arranged.shape == sizes and {device.id for device in arranged.flat} == set(range(len(devices)))
+    assert want is None or (arranged == want).all()
+
+
+@pytest.mark.tpu_aot
+def test_slices_of_a_tpu_are_crossed_by_the_axes_that_say_so():
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2).devices
+    slices = lambda networks: np.vectorize(lambda device: device.slice_index)(arrange(devices, networks))
+    along_data = slices({"data": (2, 4), "model": (1, 4)})
+    np.testing.assert_array_equal(along_data, np.repeat([0, 1], 4)[:, None].repeat(4, axis=1))
+    np.testing.assert_array_equal(slices({"data": (1, 8), "model": (1, 4)}), along_data)
+    np.testing.assert_array_equal(slices({"data": (1, 4), "model": (2, 4)})[0], np.repeat([0, 1], 4))
