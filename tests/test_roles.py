@@ -211,12 +211,26 @@ def test_own_sets_name_axes_or_roles():
         splitjax.Rule("dense", store=[1])
 
 
+def test_storage_needs_the_batch():
+    both = splitjax.Rule("both", shard={"out": "tensor"}, store="storage")
+    with pytest.raises(RuleError, match="only where the devices of the first share"):
+        splitjax.RuleSet("own", (both,))
+    rules = splitjax.RuleSet("own", (both,), replicated_batch=["data"])
+    with pytest.raises(RuleError, match="stores weights over fsdp, and the batch does not lie over it"):
+        plan_of(rules, {"fsdp": 2, "tensor": 4}, "mlp")
+    (finding,) = (
+        entry for entry in splitjax.rules.lint(rules, mesh={"fsdp": 2, "tensor": 4}) if entry.check == "roles"
+    )
+    assert finding.severity == "error" and "replicated_batch" in finding.remedy
+
+
 def test_what_fits_nowhere_is_not_stored_and_says_so():
     rule = splitjax.Rule("dense", kind="dense", shard={"out": "tensor"}, store="storage", ties="hard")
     rules = splitjax.RuleSet("own", (rule,), replicated_batch="data")
     plan = plan_of(rules, {"fsdp": 2, "tensor": 4}, "cnn")
     head = plan.leaf("params/Dense_2/kernel")  # 32 x 10: its columns do not divide by 4
     assert head.spec == ("fsdp", None) and "does not divide by tensor=4" in head.note
-    rules = splitjax.RuleSet("own", (splitjax.Rule("all", shard={"in": "tensor"}, store="storage"),))
+    rule = splitjax.Rule("all", shard={"in": "tensor"}, store="storage")
+    rules = splitjax.RuleSet("own", (rule,), replicated_batch="data")
     note = plan_of(rules, {"fsdp": 4, "tensor": 2}, "cnn").leaf("params/Dense_2/kernel").note
     assert "not stored over fsdp=4" in note

@@ -124,7 +124,8 @@ def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Ref
 def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
     """Raises an error for an axis of `mesh`, of a size above 1, that means nothing to the set `rules`.
 
-    No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`)."""
+    No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`); or a
+    rule stores weights over it, over which the batch does not lie (`RuleError`)."""
     named = mesh.roles.resolve((*rules.axes, *(axis for rule in rules.rules for axis in rule.axes)))
     for axis in mesh.present(mesh.names):
         role = mesh.roles.role(axis)
@@ -145,6 +146,18 @@ def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
                 place="mesh",
                 remedy=f"say its role, roles={{{axis!r}: 'tensor'}} ({', '.join(ROLE_NAMES)}), or call it by a name"
                 f" that tells it ({', '.join(ROLE_BY_NAME)})",
+            )
+    batch_axes = rules.batch_axes(mesh)
+    for rule in rules.rules:
+        apart = [axis for axis in mesh.meant(rule.store) if axis not in batch_axes]
+        if apart:
+            raise RuleError(
+                f"the rule stores weights over {' and '.join(apart)}, and the batch does not lie over it: its devices"
+                " would gather what they share",
+                value=rule.store,
+                place=f"rule set {rules.name!r}, rule {rule.name!r}, key 'store'",
+                remedy=f"take {' and '.join(apart)} out of store, compute over it (shard), or put it into"
+                " replicated_batch",
             )
 
 

@@ -89,6 +89,17 @@ class RuleSet:
                 )
             seen.add(rule.name)
 
+        crossing = next((rule for rule in self.rules if rule.shard and rule.store), None)
+        if crossing is not None and self.replicated_batch == "all":
+            raise Mistake(
+                "a weight is computed over some axes and stored over others only where the devices of the first share"
+                f" their examples, and under this batch every device has its own (rule {crossing.name!r})",
+                value=self.replicated_batch,
+                owner=f"rule set {self.name!r}",
+                key="replicated_batch",
+                remedy='write replicated_batch = "data", or a list of axes and roles',
+            )
+
     def batch_axes(self, mesh: MeshShape) -> tuple[str, ...]:
         """Returns the axes of `mesh`, of a size above 1, over which the set lays the batch of replicated layers. Raises
         `MeshError` for an axis that the mesh lacks."""
