@@ -294,6 +294,19 @@ def test_three_axes_and_their_checkpoints(kind, alone, tmp_path):
         assert_close(new, final)
 
 
+@pytest.mark.parametrize("rules", ["megatron", "fsdp", "transformer"])
+def test_shipped_rule_sets_on_three_explicit_axes(rules, alone):
+    losses, final, logits = alone
+    mesh = mesh_of("explicit", (2, 2, 2), ("data", "fsdp", "tensor"))
+    step = splitjax.parallelize(linen_step, mesh=mesh, rules=rules)
+    state = step.init(linen_init, jax.random.key(0), example=(batch_of(),))
+    for number, loss in enumerate(losses):
+        state, metrics = step(state, batch_of(number))
+        assert_on(mesh, (state, metrics))
+        assert_close(metrics["loss"], loss)
+    assert_close((state, step.like(evaluate)(state, batch_of())), (final, logits))
+
+
 @pytest.mark.slow
 def test_several_processes_on_three_explicit_axes():
     for output in run_processes(pathlib.Path(__file__).parent / "meshes_worker.py", num=2, devices=4):

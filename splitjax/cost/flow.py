@@ -126,10 +126,14 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
     consumers = _first_readers(reads, writes)
     last_writer: dict[int, int] = {}
-    readers: dict[Hashable, list[int]] = {}  # of one value, which do not hand it on to each other
+    readers: dict[Hashable, list[int]] = {}  # of one value
     links = []
     for i, use in enumerate(uses):
-        value = use.data_shape, use.data_dtype, use.trips, reads[i]
+        # Uses of one value, or of what looks like one and is handed on by neither to the other (copies of a cast).
+        alike: tuple[Hashable, ...] = () if use.data_value is None else (use.data_value,)
+        if reads[i] != writes[i]:
+            alike += ((use.data_shape, use.data_dtype, use.trips, reads[i]),)
+        others = sorted({j for value in alike for j in readers.get(value, ())})
         links.append(
             UseLinks(
                 use,
@@ -141,11 +145,11 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
-                same_value=tuple(j for j in readers.get(value, ()) if uses[j].param != use.param),
+                same_value=tuple(j for j in others if uses[j].param != use.param),
             )
         )
         last_writer.update(dict.fromkeys(writes[i], i))
-        if reads[i] != writes[i]:
+        for value in alike:
             readers.setdefault(value, []).append(i)
     return tuple(links)
 

@@ -9,6 +9,7 @@ interpreter of them. What cannot run as it is asked for is an error here, before
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from splitjax import _compat
@@ -21,7 +22,7 @@ from splitjax.lower.turns.in_turns import boundaries_in_turns, boundary_in_turns
 from splitjax.lower.way import Whole
 from splitjax.plan import Plan
 from splitjax.planning.tables.sparse_step import TableEdit
-from splitjax.planning.ways import BoundaryChoices, BoundaryWay, DecidedStep, WayChooser, Ways
+from splitjax.planning.ways import BoundaryChoices, BoundaryWay, DecidedStep, SumWithin, WayChooser, Ways
 from splitjax.planning.workers import workers_of
 from splitjax.primitives.calls import kind_of
 from splitjax.primitives.walk import Site, Visit, holds_boundary, walk
@@ -43,6 +44,11 @@ class StepWays:
     def planned(self) -> Ways:
         """What the plan records."""
         return self.full if self.partial is None else self.partial.planned
+
+    @property
+    def sums_within(self) -> Mapping[str, SumWithin]:
+        """By parameter, how its gradient is added up within a worker that has a depth of its own."""
+        return {} if self.partial is None else self.partial.sums_within
 
 
 def choose_ways(step: DecidedStep, jaxpr: _compat.ClosedJaxpr, choices: BoundaryChoices) -> StepWays:

@@ -13,7 +13,7 @@ from typing import Any
 
 from splitjax.lower.products.interpret import BoundaryHook
 from splitjax.planning.sites.layout import StepLayout
-from splitjax.planning.ways import BoundaryCall, BoundaryWay, EvalForward, RowExchanges, Ways
+from splitjax.planning.ways import BoundaryCall, BoundaryWay, EvalForward, RowExchanges, SumWithin, Ways
 from splitjax.primitives.walk import Site
 from splitjax.step.boundary import expand
 
@@ -57,6 +57,10 @@ class Whole:
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""
         return expand(call.eqn.params, call.operands, call.forward)
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker."""
+        return SumWithin.AT_ONCE
 
     def run(self, call: BoundaryCall, runner: Any) -> list[Any]:
         """Returns the results of the boundary `call`; there are no loops that `runner` could run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from splitjax.cost.convolutions import derive_convolutions
+from splitjax.cost.flow import flows
 from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
 from splitjax.plan import Constraint
@@ -52,12 +53,13 @@ def constrain(draft: Draft) -> Draft:
     remedies = apply_remedies(suspects, graph)
     constraints = (*constraints, *around, *remedies.constraints)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
-    exchanges = derive_exchanges(*arguments)
+    chain = flows(*arguments)
+    exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
     sites = SiteLayout.of(
         (*constraints, *pin_gradients(graph, layout.leaves)),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),
-            weight_uses(*arguments),
+            weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,
             transforms=[transform for transform in derive_transforms(*arguments) if transform.site in split_sites],
@@ -67,7 +69,9 @@ def constrain(draft: Draft) -> Draft:
     )
     notes = (note for note in remedies.notes if note not in draft.notes)  # a pinned plan has them already
     gathered = tuple(f"{op.primitive} at {op.source}" for op in unknown)
-    return dataclasses.replace(draft, constraints=constraints, gathered=gathered, sites=sites).noting(*notes)
+    return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(
+        *notes
+    )
 
 
 def _unknown_error(op: Unknown) -> UnknownPrimitiveError:

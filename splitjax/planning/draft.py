@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
+from splitjax.cost.flow import WeightFlow
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
@@ -87,6 +88,7 @@ class Draft:
     - `layout`: where every leaf lives. `notes`: what to know besides.
     - `constraints`: the shardings that lowering pins inside the step. `gathered`: unknown operations that run
       replicated. `sites`: what these and the layout mean for each operation; None before that is derived.
+    - `flows`: how activations flow through the layers under the layout.
     - `group_comm`: how examples cross into split layers. `in_turns`: the boundaries that are prepared to cross in
       turns, by site.
     - `partial`: how far back workers differentiate; None for full backpropagation.
@@ -104,6 +106,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     gathered: tuple[str, ...] = ()
+    flows: tuple[WeightFlow, ...] = ()
     sites: SiteLayout | None = None
     group_comm: str = "gather"
     in_turns: Ways = dataclasses.field(default_factory=dict)

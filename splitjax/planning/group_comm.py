@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from splitjax.cost.flow import flows, linked
+from splitjax.cost.flow import linked
 from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.planning.draft import Draft
 from splitjax.planning.predict import memory_of
@@ -93,8 +93,7 @@ def choose(
 def crosses(draft: Draft) -> bool:
     """Returns whether under the layout of `draft` examples cross from replicated layers, whose batch is split over all
     axes, into split layers."""
-    layout = draft.layout
-    chain = flows(draft.graph, layout.leaves, draft.shape, layout.batch_axes, layout.replicated_batch)
+    chain = draft.flows
     return any(flow.crossing and not flow.at_hand and linked(flow.producer, flow.axes, chain) is None for flow in chain)
 
 

@@ -10,6 +10,7 @@ evaluates the step. What there is to choose from comes in as a `WayChooser`, whi
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -107,12 +108,27 @@ class BoundaryWay(Protocol):
 Ways = Mapping[Site, BoundaryWay]
 
 
+class SumWithin(enum.Enum):
+    """Says how the gradient of an operand is added up over the devices of one worker, where a worker is a group of
+    them."""
+
+    AT_ONCE = "together with those of all workers, behind the loops: each device has its own examples"
+    FIRST = "before those of workers are added up: each device has its own examples"
+    NEVER = "not at all: each device has the whole gradient of the worker's examples, or its part of that"
+
+
 class StepWays(Protocol):
     """Holds how the boundaries of a step run, at each of its depths where workers have several."""
 
     @property
     def planned(self) -> Ways:
         """Returns by site what the plan records: in steps behind a warm-up, the deepest."""
+        ...
+
+    @property
+    def sums_within(self) -> Mapping[str, SumWithin]:
+        """Returns by parameter how its gradient is added up within a worker, where workers have depths of their own;
+        nothing elsewhere."""
         ...
 
 

@@ -74,7 +74,9 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
             place=place,
             remedy=f"add the axis to the mesh, or let the rule name one of {', '.join(mesh.names)}",
         )
-    check_roles(rules, mesh)
+    refused = refused_roles(rules, mesh)
+    if refused is not None:
+        raise refused.error()
     decisions = decide(graph, rules, mesh)
     for axis in idle_axes(graph, rules, mesh, decisions):
         raise _idle(graph, rules, mesh, decisions, axis)
@@ -121,8 +123,8 @@ def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Ref
     return [(rule, refusal) for rule, refusal in refused if refusal is not None]
 
 
-def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
-    """Raises an error for an axis of `mesh`, of a size above 1, that means nothing to the set `rules`.
+def refused_roles(rules: RuleSet, mesh: MeshShape) -> Refusal | None:
+    """Returns the refusal of an axis of `mesh`, of a size above 1, that means nothing to the set `rules`; None without.
 
     No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`); or a
     rule stores weights over it, over which the batch does not lie (`RuleError`)."""
@@ -132,33 +134,37 @@ def check_roles(rules: RuleSet, mesh: MeshShape) -> None:
         if axis in named:
             continue
         if role in LATER:
-            raise UnavailableError(
+            return Refusal(
                 f"the axis {axis!r} has the role {str(role)!r}, over which this version lays nothing out",
                 value=dict(mesh.axes),
                 place="mesh",
                 remedy=f"give its devices to another axis, or say what the axis is for: roles={{{axis!r}: 'tensor'}}",
+                kind=UnavailableError,
             )
         if role is None and not (rules.allow_replicated and rules.replicated_batch == "all"):
-            raise MeshError(
+            return Refusal(
                 f"nobody knows what the mesh axis {axis!r} is for: its name tells no role, and the rule set"
                 f" {rules.name!r} does not name it",
                 value=dict(mesh.axes),
                 place="mesh",
                 remedy=f"say its role, roles={{{axis!r}: 'tensor'}} ({', '.join(ROLE_NAMES)}), or call it by a name"
                 f" that tells it ({', '.join(ROLE_BY_NAME)})",
+                kind=MeshError,
             )
     batch_axes = rules.batch_axes(mesh)
     for rule in rules.rules:
         apart = [axis for axis in mesh.meant(rule.store) if axis not in batch_axes]
         if apart:
-            raise RuleError(
+            return Refusal(
                 f"the rule stores weights over {' and '.join(apart)}, and the batch does not lie over it: its devices"
                 " would gather what they share",
                 value=rule.store,
                 place=f"rule set {rules.name!r}, rule {rule.name!r}, key 'store'",
                 remedy=f"take {' and '.join(apart)} out of store, compute over it (shard), or put it into"
                 " replicated_batch",
+                kind=RuleError,
             )
+    return None
 
 
 def idle_axes(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> tuple[str, ...]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from splitjax.errors import SplitjaxError
 from splitjax.mesh import MeshShape
 from splitjax.roles import KNOWN_AXES, ROLE_NAMES, Role
-from splitjax.rules.assign import LARGE_BYTES, check_roles, dead_rules, idle_axes, unknown_axes
+from splitjax.rules.assign import LARGE_BYTES, dead_rules, idle_axes, refused_roles, unknown_axes
 from splitjax.rules.decide import decide
 from splitjax.rules.decisions import Decisions
 from splitjax.rules.match import axes_text, first_match, glob_pattern, matches, named_params, param_kinds
@@ -71,10 +70,9 @@ def lint(
             )
         )
     if shape is not None and not unknown:
-        try:
-            check_roles(rules, shape)
-        except SplitjaxError as error:
-            findings.append(Finding("error", "", error.message, error.remedy or "", "roles"))
+        refused = refused_roles(rules, shape)
+        if refused is not None:
+            findings.append(Finding("error", "", refused.message, refused.remedy or "", "roles"))
     if shape is None:
         findings += _foreign_axes(rules)
     if graph is not None and shape is not None and not unknown:

@@ -26,7 +26,7 @@ from splitjax.lower.products.interpret import evaluate_equation
 from splitjax.lower.way import Whole
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
-from splitjax.planning.ways import BoundaryCall, DecidedStep, example_dim
+from splitjax.planning.ways import BoundaryCall, DecidedStep, SumWithin, example_dim
 from splitjax.planning.workers import Workers
 from splitjax.primitives.walk import Site
 from splitjax.step.boundary import boundary_forward
@@ -48,6 +48,12 @@ class Microbatched:
     def num_parts(self) -> int:
         """The number of microbatches."""
         return self.job.split.num_microbatches
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker: outside of islands, each
+        device sees all of the worker's examples."""
+        islands, operand = self.job.islands, self.job.analysis.body.inputs[position]
+        return SumWithin.AT_ONCE if islands is not None and operand in islands.params else SumWithin.NEVER
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`, whose workers all do the same."""

@@ -18,7 +18,7 @@ from jax import lax
 from splitjax.lower.products.groups import scope
 from splitjax.partial.contributors import handing, in_groups
 
-# Name scopes of the two kinds of collectives, by which `report.evidence` knows them.
+# Name scopes of the two kinds of collectives, by which `report.op_names` knows them.
 SUMMED, HANDED = "summed", "handed"
 
 

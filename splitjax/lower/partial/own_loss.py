@@ -22,7 +22,7 @@ from splitjax.errors import PartialError, Refusal
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
 from splitjax.planning.sites.layout import StepLayout
-from splitjax.planning.ways import BoundaryCall, example_dim
+from splitjax.planning.ways import BoundaryCall, SumWithin, example_dim
 from splitjax.planning.workers import Workers
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
@@ -200,6 +200,10 @@ class OwnLossWay:
     aux_dims: tuple[int | None, ...]
     how: str = dataclasses.field(default="own loss", init=False)
     why: str = dataclasses.field(default="the loss is no sum over examples", init=False)
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Gives how the gradient of the operand at `position` is added up within a worker."""
+        return SumWithin.FIRST
 
     def run(self, call: BoundaryCall, runner: Runner[RunnableLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the workers' losses run by `runner`."""

@@ -27,7 +27,7 @@ from splitjax.partial.request import COUNT, LOCAL
 from splitjax.planning.partial_step import PartialStep
 from splitjax.planning.tables.sparse_step import TableEdit
 from splitjax.planning.tables.table_sync import TableSync
-from splitjax.planning.ways import BoundaryCall, BoundaryWay, DecidedStep, Ways, example_dim
+from splitjax.planning.ways import BoundaryCall, BoundaryWay, DecidedStep, SumWithin, Ways, example_dim
 from splitjax.primitives.walk import Site
 
 MakeRunner = Callable[[Truncation], Runner[RunnableLoops]]
@@ -47,6 +47,10 @@ class WorkerLoopsWay(Protocol):
     @property
     def why(self) -> str:
         """Returns the reason for the choice, as a clause."""
+        ...
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker."""
         ...
 
     def run(self, call: BoundaryCall, runner: Any) -> list[Any]:
@@ -86,6 +90,10 @@ class Uneven:
     num_examples: int
     how: str = dataclasses.field(default="truncated", init=False)
     why: str = dataclasses.field(default="workers have unequal shares", init=False)
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker."""
+        return self.even.sum_within(position)
 
     def run(self, call: BoundaryCall, runner: Runner[RunnableLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the loops run by `runner`."""
@@ -226,6 +234,14 @@ class PartialWays:
         """What the plan records: in steps behind the warm-up, the deepest of them."""
         way = self.truncated or self.by_first[min(self.by_first)]
         return self._with(way)
+
+    @property
+    def sums_within(self) -> Mapping[str, SumWithin]:
+        """By parameter, how its gradient is added up within a worker that is a group of devices; nothing for a temporal
+        assignment, whose boundary runs as in full backpropagation."""
+        if self.truncated is None:
+            return {}
+        return {param: self.truncated.loops.sum_within(position) for position, param in self.step.params.items()}
 
     def _with(self, way: BoundaryWay) -> Ways:
         return {**self.full, self.step.site: way if self.edit is None else WithRows(way, self.edit)}
