@@ -34,6 +34,7 @@ from splitjax.planning.carried import Carried
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
 from splitjax.step.positions import ArgumentRoles, keyword_only, make_options, positional, with_states
+from splitjax.step.traced import naming_axes
 from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         call, single = self._planned(make_fn, make_args, example)
 
         def create(*args: Any) -> list[jax.Array]:
-            return [_strong(leaf) for leaf in self._made(make_fn(*args), example)[0].made_leaves]
+            made = naming_axes(make_fn, self.mesh)(*args)
+            return [_strong(leaf) for leaf in self._made(made, example)[0].made_leaves]
 
         states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
         return cast("S", states[0] if single else states)
@@ -284,7 +286,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         made = []
 
         def describe(*args: Any) -> list[Any]:
-            made.append(self._made(make_fn(*args), example))
+            made.append(self._made(naming_axes(make_fn, self.mesh)(*args), example))
             return made[-1][0].made_leaves
 
         shapes = jax.eval_shape(describe, *make_args)
@@ -405,5 +407,5 @@ def read_options(fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Argu
 
 def _strong(leaf: Any) -> jax.Array:
     """An array without a weak type, which would make the second call another program."""
-    leaf = jnp.asarray(leaf)
+    leaf = _compat.forget_mesh(jnp.asarray(leaf), explicit_only=True)
     return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jax.lax.convert_element_type(leaf, leaf.dtype)

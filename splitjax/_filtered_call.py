@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from splitjax._static import Half, partition
-from splitjax.lower.products.layout import named_sharding
 from splitjax.parallel_step import ParallelStep
+from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.positions import parameter_names
 
 

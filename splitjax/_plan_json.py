@@ -15,6 +15,7 @@ from splitjax._plan_purpose import Purpose
 from splitjax.codec import Called, Codec, Form, Wording, fields_of, similar
 from splitjax.errors import MeshError, PlanError
 from splitjax.mesh import MeshShape
+from splitjax.roles import read_roles
 
 FORMAT = 1
 
@@ -24,17 +25,25 @@ _Axes = tuple[Annotated[tuple[str, int], Called("a list of a name and a size")],
 
 
 def _read_mesh(codec: Codec[Any], value: Any, place: str) -> MeshShape:
-    axes = codec.hinted(_Axes, value, place)
+    # An axis of which the user said a role has it as its third entry.
+    with_role = [axis for axis in value if isinstance(axis, list) and len(axis) == 3] if isinstance(value, list) else []
+    pairs = [axis[:2] if axis in with_role else axis for axis in value] if with_role else value
+    axes = codec.hinted(_Axes, pairs, place)
     if len({name for name, _ in axes}) < len(axes):
         codec.fail("a mesh axis stands twice", value, place, "give every axis its own name")
     try:
-        return MeshShape.of(dict(axes))
+        return MeshShape.of(dict(axes)).with_roles(read_roles({axis: role for axis, _, role in with_role}, place))
     except MeshError as error:
         codec.fail(error.message, error.value, place, error.remedy or "")
 
 
-# A mesh is the list of its axes: [["data", 2], ["model", 4]].
-MESH_FORM: Form[MeshShape] = Form(lambda mesh: mesh.axes, _read_mesh)
+def _write_mesh(mesh: MeshShape) -> tuple[tuple[Any, ...], ...]:
+    said = dict(mesh.said)
+    return tuple((axis, size, *((said[axis],) if axis in said else ())) for axis, size in mesh.axes)
+
+
+# A mesh is the list of its axes: [["data", 2], ["model", 4]]; with its role, where the user said one.
+MESH_FORM: Form[MeshShape] = Form(_write_mesh, _read_mesh)
 
 
 def _write_collective(collective: Collective) -> dict[str, Any]:

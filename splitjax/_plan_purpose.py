@@ -128,6 +128,11 @@ class Purpose:
         """Returns the purpose of which nothing is known but a sentence, `words`."""
         return Purpose(PurposeKind.TOLD, words=words)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether nothing is known of it but a sentence."""
+        return self.kind == PurposeKind.TOLD
+
     def sentence(self, layer: str = "") -> str:
         """Renders the purpose in words. `layer`: the name of the layer beside which the sentence stands, if it does:
         names in it then leave out what that name says already (`beside`)."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -16,26 +16,29 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from splitjax.errors import MeshError
+from splitjax.roles import KNOWN_AXES, MeshRoles, Role
 
 # Sizes by axis as a user writes them: a number, -1 for what is left, or the sizes over the slow and the fast network.
 MeshSizes = Mapping[str, "int | Mapping[str, int]"]
-AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+AnyMesh = TypeVar("AnyMesh", bound="Mesh | AbstractMesh")
 
 SLOW, FAST = "dcn", "ici"  # the networks of an axis, as JAX's own hybrid meshes call them
 # Kinds of TPU whose torus `jax.make_mesh` splits along an axis where sizes ask for it.
 _SPLIT_TORUS = ("TPU v5 lite", "TPU v5e")
 
 DATA = "data"
-MODEL = "model"
-# Axes a shipped rule set may name although the mesh lacks them: they then have size 1.
-KNOWN_AXES = (DATA, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Axis names with their sizes, major first: a mesh without its devices. Hashable, serialisable."""
+    """Axis names with their sizes, major first: a mesh without its devices. Hashable, serialisable.
+
+    - `axes`: pairs of a name and a size.
+    - `said`: pairs of an axis and its role, for axes of which the user said one that their name does not tell.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    said: tuple[tuple[str, Role], ...] = ()
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int] | MeshShape) -> MeshShape:
@@ -57,6 +60,29 @@ class MeshShape:
                     remedy="give the number of devices along that axis",
                 )
         return cls(tuple((axis, int(size)) for axis, size in shape.items()))
+
+    def with_roles(self, said: Mapping[str, Role]) -> MeshShape:
+        """Returns the shape with the roles that a user `said` of its axes. Raises `MeshError` for an axis that the mesh
+        lacks."""
+        for axis in said:
+            if axis not in self.names:
+                raise MeshError(
+                    f"roles speaks of an axis {axis!r} that the mesh lacks",
+                    value=dict(self.axes),
+                    place="roles",
+                    remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
+                )
+        # A role that the name tells already is not said: the shape is the same with and without it.
+        news = MeshRoles.of(self.names, {})
+        return dataclasses.replace(
+            self,
+            said=tuple((axis, said[axis]) for axis in self.names if axis in said and said[axis] != news.role(axis)),
+        )
+
+    @functools.cached_property
+    def roles(self) -> MeshRoles:
+        """The role of every axis."""
+        return MeshRoles.of(self.names, dict(self.said))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,6 +117,11 @@ class MeshShape:
         """Returns those of `axes` that this mesh has with a size above 1, in the given order."""
         return tuple(axis for axis in axes if self.size(axis) > 1)
 
+    def meant(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes of a size above 1 that the `names` of a rule mean, axes or roles, in their order. Raises
+        `MeshError` for an axis that the mesh lacks."""
+        return self.present(self.roles.resolve(names))
+
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns `axes`, which split a dim together, in the order in which XLA can be trusted with them.
 
@@ -103,7 +134,8 @@ class MeshShape:
         return tuple(sorted(axes, key=self.names.index))
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in self.axes)
+        said = dict(self.said)
+        return " x ".join(f"{axis}={size}" + (f" ({said[axis]})" if axis in said else "") for axis, size in self.axes)
 
 
 def _sizes(mesh: Any) -> dict[Any, Any]:
@@ -250,8 +282,8 @@ def inside_mesh(mesh: AnyMesh) -> AnyMesh:
         return mesh
     types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
     if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return cast("AnyMesh", mesh.update(axis_types=types))
+    return cast("AnyMesh", Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
 def with_devices(mesh: Mesh | AbstractMesh, place: str) -> Mesh:

@@ -294,14 +294,16 @@ class ParallelStep(Generic[P, R]):
         from splitjax.measure.job_profiling import JobRequest, profile_job
 
         request = JobRequest(name, num_workers, link, input_seconds, stages)
-        return profile_job(self._recipe, self.mesh, self._states.check, args, request)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.job_profile")
+        return profile_job(self._recipe, mesh, self._states.check, args, request)
 
     @_compat.outside_mesh
     def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
         """The advice from calls given by their arguments."""
         from splitjax.measure.advising import advise_calls
 
-        return advise_calls(self._recipe, self._programs.inside, self._states.check, calls, backprop, link)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.advise")
+        return advise_calls(self._recipe, mesh, self._states.check, calls, backprop, link)
 
     @_compat.outside_mesh
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
@@ -363,7 +365,8 @@ class ParallelStep(Generic[P, R]):
             static_argnames,
             None,
         )
-        recipe = Recipe(fn, options, self._recipe.rules, None, False, self._recipe.unknown, returns_state=False)
+        told = self._recipe
+        recipe = Recipe(fn, options, told.rules, None, False, told.unknown, returns_state=False, roles=told.roles)
         return ParallelStep(recipe, None, parent=self)
 
     @_compat.outside_mesh

@@ -185,7 +185,8 @@ class Plan:
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """Returns what differs between this plan and `other`, as sentences `thing: here -> there`; empty exactly when
-        they are equal.
+        they are equal, as far as they can be compared: of a plan from before purposes were data, what its collectives
+        are for is only told in words, and is left out.
 
         Ordered mesh, rules, leaves, layers, constraints, memory, collectives: what comes first usually explains the
         rest."""
@@ -279,15 +280,27 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
     yield from _diff_entries(
         "collective",
-        a.collectives,
-        b.collectives,
+        *_comparable(a.collectives, b.collectives),
         lambda c: (c.op, c.axis, c.layer, c.purpose),
-        lambda c: f"{c.op} over {c.axis} for {c.layer} ({c.why})",
+        lambda c: f"{c.op} over {c.axis} for {c.layer}" + (f" ({c.why})" if c.why else ""),
     )
     yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
     yield from _diff_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
     yield from _diff_entries("note", a.notes, b.notes, repr)
+
+
+def _comparable(
+    here: Sequence[Collective], there: Sequence[Collective]
+) -> tuple[Sequence[Collective], Sequence[Collective]]:
+    """Returns the collectives of two plans as they can be compared: without their purposes where one plan tells them in
+    words and the other has them as data."""
+    told = [any(collective.purpose.is_told for collective in side) for side in (here, there)]
+    if told[0] == told[1]:
+        return here, there
+    bare = Purpose.told("")
+    here, there = ([dataclasses.replace(collective, purpose=bare) for collective in side] for side in (here, there))
+    return here, there
 
 
 def _diff_partial(a: PartialPlan | None, b: PartialPlan | None) -> Iterator[str]:

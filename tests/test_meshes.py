@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 
 import flax.linen as nn
 import jax
@@ -13,11 +14,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import splitjax
 from splitjax.errors import MeshError, TraceError
 from splitjax.mesh import arrange
+from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
+from tests.processes import run_processes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = {"explicit": (EXPLICIT, EXPLICIT), "auto": (AUTO, AUTO), "mixed": (EXPLICIT, AUTO)}
@@ -34,6 +38,15 @@ def float64():
 def mesh_of(kind, sizes=(2, 4), names=("data", "model")):
     types = KINDS[kind] if len(names) == 2 else (*KINDS[kind], KINDS[kind][0])
     return jax.make_mesh(sizes, names, axis_types=types)
+
+
+def storage_rules():
+    """Weights stored over `fsdp`, and split over `model`: three axes with the batch's."""
+    rules = (
+        splitjax.Rule("dense", kind="dense", shard=({"out": "model", "in": "fsdp"},)),
+        splitjax.Rule("table", kind="embedding", shard=({"vocab": "fsdp"},)),
+    )
+    return splitjax.RuleSet("storage", rules, replicated_batch="data")
 
 
 def batch_of(seed=0, num_examples=8):
@@ -258,6 +271,75 @@ def test_ways_to_run_a_boundary_on_an_explicit_mesh(options):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("kind", ["explicit", "mixed"])
+def test_three_axes_and_their_checkpoints(kind, alone, tmp_path):
+    losses, final, _ = alone
+    mesh, batch = mesh_of(kind, (2, 2, 2), ("data", "fsdp", "model")), batch_of()
+    step = splitjax.parallelize(linen_step, mesh=mesh, rules=storage_rules())
+    on_auto = splitjax.parallelize(linen_step, mesh={"data": 2, "fsdp": 2, "model": 2}, rules=storage_rules())
+    state, metrics = step(step.init(linen_init, jax.random.key(0), example=(batch,)), batch)
+    assert_close(metrics["loss"], losses[0])
+    with Checkpoints(CheckpointOptions(str(tmp_path))) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        here, there = (
+            checkpoints.restore(each.abstract_state(linen_init, jax.random.key(0), example=(batch,))).state
+            for each in (step, on_auto)
+        )
+    assert_on(mesh, here)
+    assert here["params"]["Dense_0"]["kernel"].sharding.spec == PartitionSpec("fsdp", "model")
+    for resumed, its_step in ((here, step), (there, on_auto)):
+        new, metrics = its_step(resumed, batch_of(1))
+        assert_close(metrics["loss"], losses[1])
+        assert_close(new, final)
+
+
+@pytest.mark.parametrize("rules", ["megatron", "fsdp", "transformer"])
+def test_shipped_rule_sets_on_three_explicit_axes(rules, alone):
+    losses, final, logits = alone
+    mesh = mesh_of("explicit", (2, 2, 2), ("data", "fsdp", "tensor"))
+    step = splitjax.parallelize(linen_step, mesh=mesh, rules=rules)
+    state = step.init(linen_init, jax.random.key(0), example=(batch_of(),))
+    for number, loss in enumerate(losses):
+        state, metrics = step(state, batch_of(number))
+        assert_on(mesh, (state, metrics))
+        assert_close(metrics["loss"], loss)
+    assert_close((state, step.like(evaluate)(state, batch_of())), (final, logits))
+
+
+@pytest.mark.slow
+def test_several_processes_on_three_explicit_axes():
+    for output in run_processes(pathlib.Path(__file__).parent / "meshes_worker.py", num=2, devices=4):
+        assert output.splitlines()[-1] == "all well"
+
+
+@pytest.mark.parametrize("decorator", ["linen", "nnx"])
+def test_an_initialiser_may_name_axes(decorator):
+    mesh, spec = mesh_of("explicit"), PartitionSpec("data", "model")
+
+    def linen_named(key):
+        state = linen_init(key)
+        kernel = state["params"]["Dense_0"]["kernel"]
+        state["params"]["Dense_0"]["kernel"] = jax.sharding.reshard(kernel, spec)
+        return state
+
+    def nnx_named(key):
+        model, optimizer = nnx_objects(key)
+        model.hidden.kernel.set_raw_value(jax.sharding.reshard(model.hidden.kernel.get_raw_value(), spec))
+        return model, optimizer
+
+    if decorator == "linen":
+        step = splitjax.parallelize(linen_step, mesh=mesh, rules="megatron")
+        made, plain = (step.init(f, jax.random.key(0), example=(batch_of(),)) for f in (linen_named, linen_init))
+    else:
+        nnx_stepped = splitjax.nnx.parallelize(nnx_step, mesh=mesh, rules="megatron")
+        made, plain = (
+            nnx.state(nnx_stepped.init(f, jax.random.key(0), example=(batch_of(),))) for f in (nnx_named, nnx_objects)
+        )
+    assert_on(mesh, made)
+    assert_close(made, plain)
+
+
 ABSTRACT = {
     "auto": AbstractMesh((2, 4), ("data", "model"), (AUTO, AUTO)),
     "explicit": AbstractMesh((2, 4), ("data", "model"), (EXPLICIT, EXPLICIT)),
@@ -362,14 +444,18 @@ def test_annotations_under_explicit_axes_are_pins(how, rules, options):
     assert not any("are Auto inside" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("how", ["reshard", "out_sharding"])
 @pytest.mark.parametrize("kind", ["explicit", "mixed"])
-def test_a_pin_is_where_the_array_is(kind):
+def test_a_pin_is_where_the_array_is(kind, how):
     state, batch = numbers_for_annotated()
     step = splitjax.parallelize(annotated_step(""), mesh=mesh_of(kind), rules="megatron")
     step.plan(state, batch)
 
     def hidden(state, batch):
-        return jax.sharding.reshard(batch["x"] @ state["w"], PartitionSpec(None, "data"))
+        where = PartitionSpec(None, "data")
+        if how == "reshard":
+            return jax.sharding.reshard(batch["x"] @ state["w"], where)
+        return jnp.dot(batch["x"], state["w"], out_sharding=where)
 
     out = step.like(hidden)(state, batch)
     assert_close(out, batch["x"] @ state["w"])
@@ -446,3 +532,27 @@ def test_slow_axes_cross_slices_or_nodes(by_process):
         np.testing.assert_array_equal(unit(arrange(devices, {"data": (1, 4), "model": (1, 2)})), unit(order))
     with pytest.raises(MeshError, match="crosses 4 slices"):
         arrange(devices, {"data": (4, 2)})
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(("topology", "sizes"), [("v5e:4x4", (2, 8)), ("v5p:4x4x4", (4, 4, 4)), ("v5p:4x4x4", (8, 8))])
+def test_devices_stand_as_jax_has_them_on_a_tpu(topology, sizes):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    names = ("a", "b", "c")[: len(sizes)]
+    arranged = arrange(devices, {name: (1, size) for name, size in zip(names, sizes, strict=True)})
+    try:
+        want = jax.make_mesh(sizes, names, devices=devices).devices
+    except NotImplementedError:  # no dims of the torus have these sizes: they are split, where JAX gives up
+        want = None
+    assert arranged.shape == sizes and {device.id for device in arranged.flat} == set(range(len(devices)))
+    assert want is None or (arranged == want).all()
+
+
+@pytest.mark.tpu_aot
+def test_slices_of_a_tpu_are_crossed_by_the_axes_that_say_so():
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2).devices
+    slices = lambda networks: np.vectorize(lambda device: device.slice_index)(arrange(devices, networks))
+    along_data = slices({"data": (2, 4), "model": (1, 4)})
+    np.testing.assert_array_equal(along_data, np.repeat([0, 1], 4)[:, None].repeat(4, axis=1))
+    np.testing.assert_array_equal(slices({"data": (1, 8), "model": (1, 4)}), along_data)
+    np.testing.assert_array_equal(slices({"data": (1, 4), "model": (2, 4)})[0], np.repeat([0, 1], 4))

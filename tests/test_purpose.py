@@ -152,6 +152,16 @@ def test_a_plan_of_before_has_its_sentences_in_words():
     assert Plan.from_json(plan.to_json()).collectives[0].why == "gradient of a/kernel"
 
 
+def test_a_plan_of_before_differs_by_what_can_be_compared():
+    before = plan_with(Purpose.told("gradient of a/kernel"), Purpose.told("gradient of a/bias"))
+    now = plan_with(*(Purpose(PurposeKind.GRADIENT, Phase.BACKWARD, leaf) for leaf in ("a/kernel", "a/bias")))
+    assert before.diff(now) == now.diff(before) == ()
+    larger = dataclasses.replace(now, collectives=(dataclasses.replace(now.collectives[0], bytes=16),))
+    assert len(before.diff(larger)) == 2  # other bytes, and one collective less
+    other_words = plan_with(Purpose.told("gradient of b/kernel"), Purpose.told("gradient of a/bias"))
+    assert before.diff(other_words)
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [

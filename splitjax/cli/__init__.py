@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from splitjax.cli._interrupt import end_cleanly
 from splitjax.cli._train_options import expand_config
 from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
@@ -103,5 +104,8 @@ def _fitted(text: str, console: Console) -> str:
 
 
 def script() -> None:
-    """Runs the console script `splitjax`, and exits with its status."""
+    """Runs the console script `splitjax`, and exits with its status; on a signal at once, unless the command saves
+    first."""
+    # A second Ctrl-C to the launcher is its own: it kills the workers.
+    end_cleanly(second_ends=sys.argv[1:2] != ["launch"])
     sys.exit(main())

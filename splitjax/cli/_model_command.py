@@ -17,6 +17,7 @@ from splitjax.cli._options import (
     ModelName,
     ModelOption,
     OptimizerName,
+    RoleTexts,
     Traceback,
     check_positive,
     import_from_here,
@@ -49,9 +50,12 @@ class ModelCommand(Traceback):
     """Options of the model, such as num_layers=2, for its factory."""
     mesh: MeshText = "data=2,model=4"
     """Mesh axes and their sizes."""
+    role: RoleTexts = ()
+    """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
+    stage."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel), one that an installed package
-    declares, the path of a TOML file, or package.module:RULES."""
+    """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
+    installed package declares, the path of a TOML file, or package.module:RULES."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -75,7 +79,7 @@ class ModelCommand(Traceback):
         """Returns the decorated step with the shapes of its arguments. Raises `OptionValueError`, `MeshError` or
         `ModelError` for options that make none."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
-        mesh = parse_mesh(self.mesh)
+        mesh = parse_mesh(self.mesh, self.role)
         options = parse_model_options(self.model_option)
         import_from_here(self.model, self.rules)
         _session.start(mesh.num_devices)
@@ -95,7 +99,7 @@ class ModelCommand(Traceback):
         of the subcommand, for the page's title.
         """
         console.print(
-            f"{planned.title}, {self.batch_size} examples on {parse_mesh(self.mesh)}",
+            f"{planned.title}, {self.batch_size} examples on {parse_mesh(self.mesh, self.role)}",
             highlight=False,
         )
         print_value(shown, console)

@@ -65,7 +65,7 @@ class ModelChoice:
 class LayoutChoice:
     """Says how the step is laid out.
 
-    - `mesh`: its axes and their sizes.
+    - `mesh`: its axes with their sizes, and the roles that were said of them.
     - `rules`, `group_comm`, `shard_state`: as of `splitjax.parallelize`.
     """
 
@@ -89,7 +89,13 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
     from splitjax import models
 
     spec = model.make()
-    options = {"rules": layout.rules, "group_comm": layout.group_comm, "shard_state": layout.shard_state}
+    roles = dict(layout.mesh.said)
+    options = {
+        "rules": layout.rules,
+        "roles": roles,
+        "group_comm": layout.group_comm,
+        "shard_state": layout.shard_state,
+    }
     if isinstance(spec, models.OwnStep):
         step = splitjax.parallelize(spec.train_step, mesh=dict(layout.mesh.axes), **options)
         title = f"{spec.name} (a step of its own, {spec.num_params():,} parameters)"

@@ -14,6 +14,7 @@ import tyro
 from splitjax._registry import is_reference
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
+from splitjax.roles import Role, read_roles
 
 ModelName = Annotated[str, tyro.conf.arg(metavar="NAME|MODULE:FACTORY")]
 ModelOption = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]
@@ -21,6 +22,7 @@ Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
 MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
+RoleTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=ROLE")]
 
 
 class OptionValueError(SplitjaxError, ValueError):
@@ -64,9 +66,9 @@ def import_from_here(*texts: str | None) -> None:
         sys.path.insert(0, folder)
 
 
-def parse_mesh(text: str) -> MeshShape:
-    """Returns the shape of the mesh that `text`, such as `data=2,model=4`, writes. Raises `MeshError` for anything
-    else."""
+def parse_mesh(text: str, roles: Sequence[str] = ()) -> MeshShape:
+    """Returns the shape of the mesh that `text`, such as `data=2,model=4`, writes, with the `roles` of its axes, each
+    such as `x=tensor`. Raises `MeshError` for anything else."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")
@@ -85,7 +87,23 @@ def parse_mesh(text: str) -> MeshShape:
                 remedy="name every axis once",
             )
         axes[axis.strip()] = int(size)
-    return MeshShape.of(axes)
+    return MeshShape.of(axes).with_roles(parse_roles(roles))
+
+
+def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
+    """Returns the roles of axes that `texts`, each such as `x=tensor`, write. Raises `MeshError` for anything else."""
+    roles: dict[str, str] = {}
+    for text in texts:
+        axis, equals, role = text.partition("=")
+        if not equals or not axis or axis in roles:
+            raise MeshError(
+                "a role is written as an axis and what it is for, once",
+                value=text,
+                place="--role",
+                remedy="write it as AXIS=ROLE, such as x=tensor",
+            )
+        roles[axis] = role
+    return read_roles(roles, "--role")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, parse_model_options
+from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, RoleTexts, parse_model_options
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
 
@@ -124,9 +124,12 @@ class LayoutOptions:
 
     mesh: str | None = None
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
+    role: RoleTexts = ()
+    """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
+    stage."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, fsdp, embedding_owner, data_parallel), one that an installed package
-    declares, the path of a TOML file, or package.module:RULES."""
+    """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
+    installed package declares, the path of a TOML file, or package.module:RULES."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -165,6 +168,13 @@ class TrainingOptions:
     """How many of the newest checkpoints are kept."""
     keep_best: int = 1
     """How many of those with the lowest loss are kept beside them."""
+    bad_numbers: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do when loss or gradients are not finite, or the loss jumps: stop before that is saved; skip the batch;
+    or roll back to the newest checkpoint and go on with the next batch."""
+    spike_factor: float | None = None
+    """A loss above so many times the median of the last 32 is such a jump; none is if not given."""
+    max_setbacks: int = 10
+    """Stop when so many batches were skipped, or checkpoints gone back to, before."""
     allow_nonfinite: bool = False
     """Go on when the loss is not a number."""
 

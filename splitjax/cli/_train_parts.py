@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 import splitjax
 from splitjax import data, models
 from splitjax.cli import _session
+from splitjax.cli._options import parse_roles
 from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions
 from splitjax.errors import DataError, SplitjaxError
 from splitjax.runtime.training.placing import batch_layout
@@ -266,6 +267,7 @@ def make_steps(
         train_step,
         mesh=mesh,
         rules=layout.rules,
+        roles=parse_roles(layout.role),
         group_comm=layout.group_comm,
         shard_state=layout.shard_state,
         sync=ByRows(layout.sync, lazy=layout.lazy, wire_dtype=layout.wire_dtype),

@@ -16,6 +16,7 @@ from splitjax.cli._options import (
     ModelName,
     ModelOption,
     OptimizerName,
+    RoleTexts,
     Traceback,
     check_positive,
     import_from_here,
@@ -44,6 +45,9 @@ class Lint(Traceback):
     """Options of the model, such as num_layers=2, for its factory."""
     mesh: MeshText = "data=2,model=4"
     """Mesh axes and their sizes, for the check against a model."""
+    role: RoleTexts = ()
+    """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
+    stage."""
     library: Library = "linen"
     """Which of the two Flax libraries the model is written in."""
     optimizer: OptimizerName = "adam"
@@ -58,7 +62,7 @@ class Lint(Traceback):
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
-        mesh = parse_mesh(self.mesh)
+        mesh = parse_mesh(self.mesh, self.role)
         options = parse_model_options(self.model_option)
         import_from_here(self.model, self.rules)
         _session.start(mesh.num_devices)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from splitjax.cli._train_parts import Steps
     from splitjax.data import Dataset, Position
     from splitjax.runtime.checkpoint import Checkpoints
+    from splitjax.runtime.training.guard import NumberGuard
     from splitjax.runtime.training.ledger import Ledger
     from splitjax.runtime.training.loop import TrainingOutcome
     from splitjax.runtime.training.stopping import StopRequest
@@ -52,6 +53,7 @@ COLUMNS = (
     "step_seconds_p99",
     "slowest_rank",
     "slowest_own_seconds",
+    "setback",
 )
 
 
@@ -80,6 +82,7 @@ class Train(Traceback):
             checkpoint_every=self.training.checkpoint_every,
             evaluate_every=self.training.evaluate_every,
             clip_norm=self.optimizer.clip_norm,
+            spike_factor=self.training.spike_factor,
             profile_steps=self.watching.profile_steps,
         )
         from splitjax.cli import _train_parts as parts
@@ -146,6 +149,7 @@ class _TrainingRun:
     first_process: bool
 
     def go(self, begin_unix_seconds: float) -> int:
+        from splitjax.runtime.training.guard import NumberGuard, NumberOptions
         from splitjax.runtime.training.ledger import Ledger
         from splitjax.runtime.training.stopping import StopRequest
 
@@ -155,11 +159,16 @@ class _TrainingRun:
             checkpoints = self._checkpoints(stack)
             launched = float(os.environ.get("SPLITJAX_LAUNCH_UNIX_SECONDS", begin_unix_seconds))
             ledger = Ledger(folder / LEDGER_FILE if folder is not None and self.first_process else None, launched)
-            state, position, done = self._begin(checkpoints)
+            state, position, done, seen = self._begin(checkpoints)
             if done >= self.num_steps:
                 self.console.print(f"the run is complete: it has {done} of {self.num_steps} steps", highlight=False)
                 return 0
-            outcome = self._train(stack, checkpoints, state, position, done, stop, ledger)
+            training = self.options.training
+            numbers = NumberOptions(
+                training.bad_numbers, training.spike_factor, training.allow_nonfinite, training.max_setbacks
+            )
+            guard = NumberGuard(numbers, seen)
+            outcome = self._train(stack, checkpoints, (state, position, done), stop, ledger, guard)
         return self._close(outcome, stop, ledger)
 
     def _checkpoints(self, stack: contextlib.ExitStack) -> Checkpoints | None:
@@ -181,15 +190,16 @@ class _TrainingRun:
             )
         )
 
-    def _begin(self, checkpoints: Checkpoints | None) -> tuple[Any, Position, int]:
-        """The state to start from, where its data go on, and how many steps it has seen."""
+    def _begin(self, checkpoints: Checkpoints | None) -> tuple[Any, Position, int, Any]:
+        """The state to start from, where its data go on, how many steps it has seen, and what their numbers were."""
         import jax
 
         from splitjax.data import Position
+        from splitjax.runtime.training.guard import EXTRA
 
         key, example = jax.random.key(self.options.training.seed), (self.steps.example,)
         if checkpoints is None or checkpoints.newest_good() is None:
-            return self.steps.train_step.init(self.steps.init_fn, key, example=example), Position(), 0
+            return self.steps.train_step.init(self.steps.init_fn, key, example=example), Position(), 0, None
         restored = checkpoints.restore(self.steps.train_step.abstract_state(self.steps.init_fn, key, example=example))
         for step, reason in restored.skipped:
             self.console.print(
@@ -200,7 +210,7 @@ class _TrainingRun:
         self._check_same_run(restored.extra.get("options", {}))
         self.steps.train_step.resume(restored.carried)
         self.console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
-        return restored.state, Position.from_json(restored.extra["position"]), restored.step
+        return restored.state, Position.from_json(restored.extra["position"]), restored.step, restored.extra.get(EXTRA)
 
     def _check_same_run(self, saved: dict[str, Any]) -> None:
         """Raises `TrainingError` where the checkpoint's data position means something else now; says what else has
@@ -225,11 +235,10 @@ class _TrainingRun:
         self,
         stack: contextlib.ExitStack,
         checkpoints: Checkpoints | None,
-        state: Any,
-        position: Position,
-        done: int,
+        begin: tuple[Any, Position, int],
         stop: StopRequest,
         ledger: Ledger,
+        guard: NumberGuard,
     ) -> TrainingOutcome:
         from splitjax.cli._train_parts import Evaluation
         from splitjax.data import prefetch
@@ -238,6 +247,7 @@ class _TrainingRun:
         from splitjax.runtime.training.profiling import Profile
 
         data, training, watching = self.options.data, self.options.training, self.options.watching
+        state, position, done = begin
         placement = batch_layout(self.steps.train_step, state, self.steps.example)
         stream = self.dataset.train_stream(
             data.batch_size, seed=training.seed, start=position, rows=placement.rows, augment=data.augment
@@ -255,7 +265,6 @@ class _TrainingRun:
                 checkpoint_every=training.checkpoint_every or self.steps_per_epoch,
                 evaluate_every=training.evaluate_every or self.steps_per_epoch,
                 steps_per_epoch=self.steps_per_epoch,
-                allow_nonfinite=training.allow_nonfinite,
             ),
             first_step=done + 1,
             checkpoints=checkpoints,
@@ -266,6 +275,7 @@ class _TrainingRun:
             stop=stop,
             ledger=ledger,
             profile=Profile(watching.profile, watching.profile_steps),
+            guard=guard,
         )
 
     def _observers(self, stack: contextlib.ExitStack, done: int) -> list[Any]:

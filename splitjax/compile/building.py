@@ -16,11 +16,14 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.programs import Programs
 from splitjax.lower.partial.depth_schedule import scheduled_programs
 from splitjax.lower.partial.lowered import Lowered
+from splitjax.lower.strategies import CHOOSER, StepWays
 from splitjax.mesh import inside_mesh, platform_of
 from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import predict
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.step.traced import Traced, trace_step
 
 
@@ -42,11 +45,11 @@ def begin(
     **Arguments:** `recipe`, `mesh`, `traced`: as for `build_entry`. `layouts`: by path, the layout of the training step
     that an evaluation follows; None for a training step."""
     request = plan_request(recipe, platform_of(mesh), layouts)
-    draft = draft_step(traced, inside_mesh(mesh), request)
+    draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
     if not traced.is_settled:
         specs = [leaf.spec for leaf in draft.layout.leaves]
         traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
-        draft = draft_step(traced, inside_mesh(mesh), request)
+        draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
     notes = [] if inside_mesh(mesh) is mesh else _about_types(mesh, traced)
     return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
 
@@ -73,6 +76,7 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
         name=recipe.name,
         returns_state=recipe.returns_state,
         rules=recipe.rules,
+        roles=recipe.roles,
         pinned=recipe.pinned,
         followed=layouts,
         unknown=recipe.unknown,
@@ -86,11 +90,12 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
 
 def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> CompiledEntry:
     """Builds the entry of a `draft` that went through all passes. `recipe`, `mesh`: as for `build_entry`."""
-    assert draft.sites is not None and draft.ways is not None, "a draft went through all passes before it is compiled"
+    assert draft.sites is not None, "a draft went through all passes before it is compiled"
+    assert isinstance(draft.ways, StepWays), "its boundaries run as lowering chose"
     plan, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
-    lowered = Lowered(draft.sites, traced.jaxpr, traced.matched, tables)
+    lowered = Lowered(StepLayout(MeshContext(draft.mesh), draft.sites), traced.jaxpr, traced.matched, tables)
     programs = Programs(
         recipe,
         mesh,

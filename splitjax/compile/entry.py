@@ -19,14 +19,15 @@ from splitjax import _compat
 from splitjax.compile.programs import StepProgram
 from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
-from splitjax.lower.partial.step import PartialStep
-from splitjax.lower.products.layout import named_sharding
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import DENSE, SyncRequest
-from splitjax.lower.tables.sync_request import parse as parse_sync
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.sites.layout import named_sharding
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import DENSE, SyncRequest
+from splitjax.planning.tables.sync_request import parse as parse_sync
+from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text
 from splitjax.step.arguments import Bound
@@ -50,6 +51,7 @@ class Recipe:
     - `unknown`: `error` or `gather`, for operations without dim rule.
     - `returns_state`: whether the step returns its states; False for an evaluation.
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
+    - `roles`: what the user said that mesh axes are for.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -65,6 +67,7 @@ class Recipe:
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
     verify: str | None = None
+    roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def request(self) -> SyncRequest:

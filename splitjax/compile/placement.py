@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
-from splitjax.lower.products.layout import named_sharding
 from splitjax.mesh import with_devices
+from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
+from splitjax.step.traced import naming_axes
 
 Arguments = tuple[Any, ...]
 EntryFor = Callable[[Arguments], CompiledEntry]  # the entry of a step for positional arguments
@@ -46,9 +48,9 @@ def init_state(
 
     def create(*args: Any) -> Any:
         # Weak types (Python numbers in the state) would make the second call another program.
-        return jax.tree.map(
-            lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x), init_fn(*args)
-        )
+        strong = lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x)
+        made = naming_axes(init_fn, mesh)(*args)
+        return jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
 
     return jax.jit(create, out_shardings=shardings)(*init_args)
 
@@ -119,7 +121,7 @@ def _planned(
     example: Sequence[Any],
 ) -> tuple[Any, Any]:
     """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and the plan's shardings for it."""
-    abstract = jax.eval_shape(init_fn, *init_args)
+    abstract = jax.eval_shape(naming_axes(init_fn, mesh), *init_args)
     single = len(recipe.options.state_argnums) == 1
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(recipe.options.state_argnums)):
         raise StateError(

@@ -16,10 +16,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.layout import named_sharding
-from splitjax.lower.products.scatter import updated_in_parts
 from splitjax.mesh import inside_mesh, platform_of, with_devices
 from splitjax.plan import Plan
+from splitjax.planning.sites.layout import named_sharding
+from splitjax.planning.sites.scatter import updated_in_parts
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.positions import ArgumentRoles
 

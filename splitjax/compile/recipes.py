@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from splitjax.compile.entry import Recipe
-from splitjax.lower.tables.sync_request import parse
+from splitjax.planning.tables.sync_request import parse
+from splitjax.roles import read_roles
 from splitjax.rules import load_rules
 from splitjax.step.options import check_options, resolve_plan
 from splitjax.step.positions import make_options
@@ -49,4 +50,5 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         sync=parse(given["sync"], f"parallelize({getattr(fn, '__name__', fn)!s})"),
         backprop=given["backprop"],
         verify=given["verify"],
+        roles=read_roles(given["roles"], f"parallelize({getattr(fn, '__name__', fn)!s}), roles"),
     )

@@ -17,9 +17,9 @@ import numpy as np
 
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import DonatedStateError, SyncError
-from splitjax.lower.tables.sparse_step import SparseStep
 from splitjax.planning.carried import Residual, Seen, inputs_of
 from splitjax.planning.observing import TableObserver
+from splitjax.planning.tables.sparse_step import SparseStep
 
 logger: logging.Logger = logging.getLogger("splitjax")
 

@@ -18,7 +18,7 @@ bytes (the tests hold the sum of the prediction against this formula):
 
 An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted, because small:
 scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the
-collectives are left to XLA (no gradient boundary, or not a plain product: see `lower.products.exchange`), compilers
+collectives are left to XLA (no gradient boundary, or not a plain product: see `planning.sites.exchange`), compilers
 write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input
 (q, k, v) where one of the sum would do, and keep a gathered weight from the forward for the backward pass.
 """

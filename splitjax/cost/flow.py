@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
 
-from splitjax.mesh import DATA, MeshShape
+from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.trace.graph import Graph, Leaf, Use
 
@@ -50,7 +50,7 @@ class WeightFlow:
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
-      (`lower.products.constraints.place_batches`).
+      (`planning.sites.constraints.place_batches`).
     """
 
     use: Use
@@ -81,10 +81,11 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
     arguments are split. `replicated_batch`: as for `cost.predict_collectives`.
 
     Over axes that do not split the batch a weight stays split. With `replicated_batch = "all"` every axis splits the
-    batch of replicated layers: a weight stays split within the group, unless it is split over `data`, between groups,
-    as well: the examples of its layer then stay where they are, and the whole weight comes to them."""
+    batch of replicated layers: a weight stays split within the group, unless it is split over an axis of the role data
+    or storage, between groups, as well: the examples of its layer then stay where they are, and the whole weight comes
+    to them."""
     axes = mesh.present(spec_axes(spec))
-    if replicated_batch == "all" and DATA not in axes:
+    if replicated_batch == "all" and not mesh.roles.store(axes):
         return axes
     return tuple(axis for axis in axes if axis not in batch_axes)
 
@@ -125,10 +126,14 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
     consumers = _first_readers(reads, writes)
     last_writer: dict[int, int] = {}
-    readers: dict[Hashable, list[int]] = {}  # of one value, which do not hand it on to each other
+    readers: dict[Hashable, list[int]] = {}  # of one value
     links = []
     for i, use in enumerate(uses):
-        value = use.data_shape, use.data_dtype, use.trips, reads[i]
+        # Uses of one value, or of what looks like one and is handed on by neither to the other (copies of a cast).
+        alike: tuple[Hashable, ...] = () if use.data_value is None else (use.data_value,)
+        if reads[i] != writes[i]:
+            alike += ((use.data_shape, use.data_dtype, use.trips, reads[i]),)
+        others = sorted({j for value in alike for j in readers.get(value, ())})
         links.append(
             UseLinks(
                 use,
@@ -140,11 +145,11 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
-                same_value=tuple(j for j in readers.get(value, ()) if uses[j].param != use.param),
+                same_value=tuple(j for j in others if uses[j].param != use.param),
             )
         )
         last_writer.update(dict.fromkeys(writes[i], i))
-        if reads[i] != writes[i]:
+        for value in alike:
             readers.setdefault(value, []).append(i)
     return tuple(links)
 

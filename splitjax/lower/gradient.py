@@ -1,7 +1,7 @@
 """Offers the users' `value_and_grad` and `grad`: those of JAX, in a boundary that a parallel step can see.
 
 A loss function comes in, as for `jax.value_and_grad`; a function of the same meaning comes out. Inside a trace
-(`jax.jit`, `jax.make_jaxpr`, `parallelize`) a call of it binds the equation of `lower.boundary`. With no tracer among
+(`jax.jit`, `jax.make_jaxpr`, `parallelize`) a call of it binds the equation of `step.boundary`. With no tracer among
 its arguments the call is plainly `jax.value_and_grad`. What JAX refuses is refused here in the same cases, before the
 equation is bound.
 """
@@ -22,7 +22,7 @@ from jax.core import ShapedArray, Tracer
 
 from splitjax import _compat
 from splitjax.errors import GradientError
-from splitjax.lower.boundary import value_and_grad_p
+from splitjax.step.boundary import value_and_grad_p
 
 _IN_SPLITJAX = "splitjax.value_and_grad"
 

@@ -14,18 +14,19 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import BatchError, PlanError, Refusal
-from splitjax.lower.boundary import is_boundary
-from splitjax.lower.microbatch.microbatched import Microbatched, microbatched, whole_axes
-from splitjax.lower.partial.step import PartialStep
+from splitjax.lower.microbatch.microbatched import Microbatched, microbatched
 from splitjax.lower.partial.truncated import OrdinaryBoundary, PartialWays, partial_ways
 from splitjax.lower.products.rebuilding import REBUILD
-from splitjax.lower.tables.sparse_step import SparseStep, TableEdit
 from splitjax.lower.tables.with_rows import WithRows
-from splitjax.lower.turns.in_turns import InTurns, boundary_in_turns
-from splitjax.lower.way import BoundaryWay, LoweredStep, Ways, Whole
+from splitjax.lower.turns.in_turns import boundaries_in_turns, boundary_in_turns
+from splitjax.lower.way import Whole
 from splitjax.plan import Plan
+from splitjax.planning.tables.sparse_step import TableEdit
+from splitjax.planning.ways import BoundaryChoices, BoundaryWay, DecidedStep, SumWithin, WayChooser, Ways
+from splitjax.planning.workers import workers_of
 from splitjax.primitives.calls import kind_of
 from splitjax.primitives.walk import Site, Visit, holds_boundary, walk
+from splitjax.step.boundary import is_boundary
 from splitjax.trace.graph import Graph
 
 
@@ -44,22 +45,13 @@ class StepWays:
         """What the plan records."""
         return self.full if self.partial is None else self.partial.planned
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BoundaryChoices:
-    """Holds what was decided of a step that bears on how its boundaries run.
-
-    - `in_turns`: by site, the boundaries that were prepared to run in turns.
-    - `tables`: the tables that are synchronised by rows; None without such.
-    - `partial`: the partial backpropagation; None for full backpropagation.
-    """
-
-    in_turns: Mapping[Site, InTurns] = dataclasses.field(default_factory=dict)
-    tables: SparseStep | None = None
-    partial: PartialStep | None = None
+    @property
+    def sums_within(self) -> Mapping[str, SumWithin]:
+        """By parameter, how its gradient is added up within a worker that has a depth of its own."""
+        return {} if self.partial is None else self.partial.sums_within
 
 
-def choose_ways(step: LoweredStep, jaxpr: _compat.ClosedJaxpr, choices: BoundaryChoices) -> StepWays:
+def choose_ways(step: DecidedStep, jaxpr: _compat.ClosedJaxpr, choices: BoundaryChoices) -> StepWays:
     """Chooses how each gradient boundary of a step runs, and prepares it.
 
     **Arguments:** `step`: the step, with its plan. `jaxpr`: of the step, in which the boundaries are found. `choices`:
@@ -86,7 +78,7 @@ def choose_ways(step: LoweredStep, jaxpr: _compat.ClosedJaxpr, choices: Boundary
 
 
 def _ordinary(
-    step: LoweredStep, eqn: Any, site: Site, edit: TableEdit | None, choices: BoundaryChoices
+    step: DecidedStep, eqn: Any, site: Site, edit: TableEdit | None, choices: BoundaryChoices
 ) -> OrdinaryBoundary:
     """Prepares the boundary `eqn` at `site` as it runs in full backpropagation, its lookups edited by `edit`."""
     tables = choices.tables
@@ -102,7 +94,7 @@ def _ordinary(
     return OrdinaryBoundary(step, site, edit.edited.eqn, edit, by_delta, _allowed(way_of(edit.edited.eqn)), way_of)
 
 
-def _way(step: LoweredStep, eqn: Any, site: Site, pulled: frozenset[str]) -> BoundaryWay | Refusal:
+def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> BoundaryWay | Refusal:
     """Prepares the boundary `eqn` at `site` to run in turns, in microbatches, or whole. `pulled`: the paths of the
     tables that it is given rows of."""
     plan, graph, number = step.plan, step.graph, eqn.params["microbatches"]
@@ -112,12 +104,12 @@ def _way(step: LoweredStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
             return _without_turns(plan, turned) if isinstance(turned, Refusal) else turned
     if graph.num_examples is None:
         return Whole()
-    manual = whole_axes(plan, pulled)
+    workers = workers_of(plan, apart=pulled)
     if number not in (None, 1):
-        return microbatched(step, eqn, site, number, manual)
-    if plan.mesh.size(manual) == 1 or not _has_recurrence(graph, site):
+        return microbatched(step, eqn, site, number, workers)
+    if workers.num_workers == 1 or not _has_recurrence(graph, site):
         return Whole()
-    once = microbatched(step, eqn, site, 1, manual)
+    once = microbatched(step, eqn, site, 1, workers)
     if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration
         return Whole(f"gradients of its recurrence are exchanged at every turn: {once.message}")
     if isinstance(once, Microbatched):
@@ -158,3 +150,6 @@ def _has_recurrence(graph: Graph, site: Site) -> bool:
     microbatch they are exchanged once."""
     recurrent = {layer.name for layer in graph.layers if layer.kind == "recurrent"}
     return any(use.trips > 1 and use.layer in recurrent and use.site[: len(site)] == site for use in graph.uses)
+
+
+CHOOSER: WayChooser = WayChooser(boundaries_in_turns, choose_ways)  # what planning is told to choose by

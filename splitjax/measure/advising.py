@@ -18,12 +18,11 @@ from jax.sharding import Mesh
 
 from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
-from splitjax.errors import BatchError, PartialError, ProfileError, SplitjaxError
-from splitjax.lower.partial.allreduce import handing, in_groups
-from splitjax.lower.partial.step import PartialStep, devices_of_worker, find_partial, stages_of
+from splitjax.errors import PartialError, ProfileError, Refusal
 from splitjax.measure.profiling import OnDevice, check_examples
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs, temporary_bytes
 from splitjax.measure.worker_noise import WorkerNoise
+from splitjax.mesh import inside_mesh
 from splitjax.partial.advice import (
     OPTIMAL_ROW,
     SPATIAL_ROW,
@@ -32,13 +31,15 @@ from splitjax.partial.advice import (
     StageAdvice,
 )
 from splitjax.partial.balance import balanced_examples
-from splitjax.partial.depths import Depths, choose_depths
+from splitjax.partial.contributors import handing, in_groups
+from splitjax.partial.depths import Depths, find_depths
 from splitjax.partial.recommending import recommend, uniform_is_optimal
 from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measured, PartialBackprop
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.plan import DENSE_GRADIENTS
 from splitjax.planning.partial_plan import predict_partial
+from splitjax.planning.partial_step import PartialStep, find_partial, stages_of
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
@@ -58,7 +59,7 @@ def advise_calls(
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone.
     - `calls`: the arguments of every call, each with a batch of its own. In a run of several processes all of them make
       the calls together; what process 0 measured counts.
@@ -90,7 +91,7 @@ def advise_calls(
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
             measuring = _Measuring.of(
-                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), mesh, backprop, place
+                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), inside_mesh(mesh), backprop, place
             )
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(
@@ -193,7 +194,7 @@ class _Measuring:
             )
             for k, stage in enumerate(self.stages.stages)
         )
-        link = measure_link(self.mesh, self.base.axes) if link is None else link
+        link = measure_link(self.mesh, self.base.workers.axes) if link is None else link
         measured = Measured(
             tuple(stage.name for stage in stages),
             backward,
@@ -275,7 +276,7 @@ class _Comparison:
         spatial = self._depths(dataclasses.replace(asked, assignment=SPATIAL))
         shares = None
         if asked.rebalance:
-            unit = devices_of_worker(self.measuring.entry.plan, self.step.axes)
+            unit = self.step.workers.devices_each
             examples = balanced_examples(spatial, self.measuring.num_examples, self.measuring.place, unit)
             shares = [of_worker / sum(examples) for of_worker in examples]
         told = f"{asked.depths if isinstance(asked.depths, str) else 'given'} depths"
@@ -293,26 +294,30 @@ class _Comparison:
         rows = [full, made.smaller(wanted.device_time, full, self._smaller_bytes(wanted.device_time, notes)), first]
         if asked.depths != OPTIMAL:
             budget = min(1.0, wanted.device_time)
-            try:
-                best = self._depths(
-                    dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False)
-                )
-                rows.append(
-                    made.spatial(
-                        OPTIMAL_ROW, "optimal depths by worker, under the same budget", best, self._exchange(best)
-                    )
-                )
-            except PartialError as error:
-                notes.append(f"no optimal depths: {error.message}")
+            best = self._depths_or_refusal(
+                dataclasses.replace(asked, assignment=SPATIAL, depths=OPTIMAL, budget=budget, rebalance=False)
+            )
+            if isinstance(best, Refusal):
+                notes.append(f"no optimal depths: {best.message}")
+            else:
+                told_best = "optimal depths by worker, under the same budget"
+                rows.append(made.spatial(OPTIMAL_ROW, told_best, best, self._exchange(best)))
         if spatial.is_full:
             notes.append("the depths that were asked for leave nothing out")
         return (*rows, temporal), notes
 
     def _depths(self, request: PartialBackprop) -> Depths:
-        """Chooses the depths that a request asks for, by measured times."""
+        """Chooses the depths that a request asks for, by measured times. Raises `PartialError` where there are none."""
+        depths = self._depths_or_refusal(request)
+        if isinstance(depths, Refusal):
+            raise depths.error()
+        return depths
+
+    def _depths_or_refusal(self, request: PartialBackprop) -> Depths | Refusal:
+        """Chooses the depths that a request asks for, by measured times; a refusal where there are none."""
         seconds = dict(zip(self.measured.layers, self.measured.backward_seconds, strict=True))
         timed = with_times(self.measuring.stages, seconds, self.measured.forward_seconds)
-        return choose_depths(timed, request, self.step.depths.num_slots, self.measuring.place)
+        return find_depths(timed, request, self.step.depths.num_slots, self.measuring.place)
 
     def _full_exchange(self) -> PredictedExchange:
         """Returns what full backpropagation sends, and how long that takes as one ring."""
@@ -339,7 +344,7 @@ class _Comparison:
         seconds = 0.0
         for segment in plan.segments:
             busiest, messages = float(segment.summed_bytes), self._ring_messages(count)
-            if 0 < segment.contributors < count and in_groups(step.axes, platform):
+            if 0 < segment.contributors < count and in_groups(step.workers.axes, platform):
                 rounds = len(handing(range(segment.contributors), count))
                 busiest = busiest * count / segment.contributors + rounds * segment.num_bytes
                 messages = self._ring_messages(segment.contributors) + rounds
@@ -358,11 +363,10 @@ class _Comparison:
         examples = max(1, round(fraction * self.share))
         if examples == self.share:
             return float(self.costs.bytes_from(0))
-        try:
-            return float(temporary_bytes(self.programs.compile(examples, 0)[0]))
-        except (BatchError, SplitjaxError):
+        if isinstance(self.programs.entry.traced.resized(examples), Refusal):
             notes.append("the step cannot be traced with the smaller batch; its memory is taken to be in proportion")
             return fraction * self.costs.bytes_from(0)
+        return float(temporary_bytes(self.programs.compile(examples, 0)[0]))
 
 
 def split_request(

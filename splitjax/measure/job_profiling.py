@@ -20,10 +20,12 @@ from splitjax.compile.building import build_entry
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import PartialError, ProfileError
-from splitjax.lower.partial.step import find_boundary, stages_of, worker_axes
 from splitjax.measure.profiling import OnDevice, check_examples, check_number
 from splitjax.measure.worker_costs import DepthPrograms, WorkerCosts, measure_costs
+from splitjax.mesh import inside_mesh
 from splitjax.partial.stages import BackpropStages as Cuts
+from splitjax.planning.partial_step import find_boundary, stages_of
+from splitjax.planning.workers import Workers, workers_of
 from splitjax.primitives.walk import equation_at
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
@@ -82,7 +84,7 @@ def profile_job(
 
     **Arguments:**
 
-    - `recipe`: the step. `mesh`: its devices.
+    - `recipe`: the step. `mesh`: the user's.
     - `check`: raises for the arguments of a call whose state is gone. `args`: the positional arguments of the call.
     - `request`: what the profile is of, besides.
 
@@ -94,16 +96,16 @@ def profile_job(
     check(args)
     bound = bind(recipe.fn, recipe.options, args)
     entry = build_entry(dataclasses.replace(recipe, backprop=None), mesh, trace_step(recipe, bound, mesh=mesh))
-    axes = worker_axes(entry.graph, entry.plan)
-    if entry.plan.mesh.num_devices != entry.plan.mesh.size(axes):
+    mesh, planned = inside_mesh(mesh), workers_of(entry.plan, gathers=True)
+    if planned.mesh.num_devices != planned.num_workers:
         raise ProfileError(
             "a job's workers are whole devices, and the step splits layers over devices",
             value=str(entry.plan.mesh),
             place=place,
             remedy='profile it over data alone: rules="data_parallel", or a mesh with a data axis only',
         )
-    workers = entry.plan.mesh.size(axes) if request.num_workers is None else int(request.num_workers)
-    num_examples = check_examples(entry, workers, place)
+    num_workers = planned.num_workers if request.num_workers is None else int(request.num_workers)
+    num_examples = check_examples(entry, num_workers, place)
     try:
         site = find_boundary(entry.graph, entry.jaxpr, place)
     except PartialError as error:
@@ -123,14 +125,14 @@ def profile_job(
     programs = DepthPrograms(entry, site, cuts, mesh, leaves, place)
     # The fastest run of each counts: a simulated worker has its device to itself, and what disturbs a run only makes it
     # longer.
-    costs = measure_costs(programs, num_examples // workers // microbatches, with_update=True, statistic=min)
+    costs = measure_costs(programs, num_examples // num_workers // microbatches, with_update=True, statistic=min)
     *seconds, forward, update = of_process_0([*costs.seconds, costs.forward_seconds, costs.update_seconds])
     costs = dataclasses.replace(costs, seconds=tuple(seconds), forward_seconds=forward, update_seconds=update)
     # by the times that the step would be cut by
     fractions, _ = stages_of(entry.graph, entry.jaxpr, site, recipe.backprop)
-    state_bytes, kept_bytes = _kept_bytes(entry, workers)
+    state_bytes, kept_bytes = _kept_bytes(entry, num_workers)
     depths = _depths(fractions, cuts, costs, microbatches, kept_bytes)
-    exchange = _exchange_seconds(entry, mesh, axes, workers, depths[0].gradient_bytes, request.link)
+    exchange = _exchange_seconds(entry, mesh, planned, num_workers, depths[0].gradient_bytes, request.link)
     compute = microbatches * costs.forward_seconds + depths[0].backward_seconds + costs.update_seconds
     # input that takes longer than the rest cannot hide behind it
     exposed = exchange + max(0.0, request.input_seconds - compute - exchange)
@@ -140,12 +142,12 @@ def profile_job(
     )
     has_stages = request.stages
     if has_stages is None:  # where the device is what jobs compete for, seconds of other resources decide nothing
-        has_stages = max(exchange, request.input_seconds) > profile.partial_seconds(workers)
+        has_stages = max(exchange, request.input_seconds) > profile.partial_seconds(num_workers)
     by_resource = Stages(cpu_seconds=request.input_seconds, device_seconds=compute, network_seconds=exchange)
     return dataclasses.replace(profile, stages=by_resource) if has_stages else profile
 
 
-def _kept_bytes(entry: CompiledEntry, workers: int) -> tuple[int, int]:
+def _kept_bytes(entry: CompiledEntry, num_workers: int) -> tuple[int, int]:
     """Returns the bytes of a worker's state, and of all that is there throughout an iteration: state, its share of the
     batch, other inputs, and whole those parameters that are stored in pieces."""
     plan = entry.plan
@@ -153,7 +155,7 @@ def _kept_bytes(entry: CompiledEntry, workers: int) -> tuple[int, int]:
     gathered = sum(leaf.whole_bytes(plan.mesh) - leaf.bytes_per_device for leaf in plan.leaves if leaf.role == "param")
     batch = [argument.is_batch for argument in entry.bound.arguments]
     inputs = sum(
-        -(-leaf.whole_bytes(plan.mesh) // workers) if is_batch else leaf.bytes_per_device
+        -(-leaf.whole_bytes(plan.mesh) // num_workers) if is_batch else leaf.bytes_per_device
         for leaf, is_batch in zip(plan.leaves, batch, strict=True) if not leaf.is_state
     )  # fmt: skip
     return state, state + gathered + inputs
@@ -182,17 +184,17 @@ def _depths(fractions: Cuts, cuts: Cuts, costs: WorkerCosts, microbatches: int, 
 
 
 def _exchange_seconds(
-    entry: CompiledEntry, mesh: Mesh, axes: tuple[str, ...], workers: int, gradient_bytes: int, link: Link | None
+    entry: CompiledEntry, mesh: Mesh, planned: Workers, num_workers: int, gradient_bytes: int, link: Link | None
 ) -> float:
     """Returns the seconds of all that a worker sends in a step, over its link, as one ring. None of it is taken to be
-    hidden behind the job's own computing."""
-    across = entry.plan.mesh.size(axes)
-    if workers == 1 or (link is None and across == 1):
+    hidden behind the job's own computing. `planned`: the workers of the step, which the job may have more or less of.
+    """
+    if num_workers == 1 or (link is None and planned.num_workers == 1):
         return 0.0
-    known = measure_link(mesh, axes) if link is None else link
+    known = measure_link(mesh, planned.axes) if link is None else link
     sent = (
         sum(collective.bytes for collective in entry.plan.collectives)
-        if workers == across
-        else all_reduce_bytes(workers, gradient_bytes)
+        if num_workers == planned.num_workers
+        else all_reduce_bytes(num_workers, gradient_bytes)
     )
-    return sent / known.bytes_per_second + 2 * (workers - 1) * known.latency_seconds
+    return sent / known.bytes_per_second + 2 * (num_workers - 1) * known.latency_seconds

@@ -21,6 +21,7 @@ from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import BatchError, ProfileError
 from splitjax.measure.worker_gradients import abstract_leaves, worker_gradients
+from splitjax.mesh import inside_mesh
 from splitjax.step.arguments import bind
 from splitjax.sync import masks
 from splitjax.sync.analysis import MeasuredSparsity, Profile, StepMasks, Tensor, analyse_step, collect
@@ -201,6 +202,9 @@ class OnDevice:
         whole = leaf
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # every process of the run gets all of it
             whole = jax.device_put(leaf, NamedSharding(self.mesh, PartitionSpec())).addressable_data(0)
+        elif isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            # JAX keeps the type that Explicit axes gave an array even when it is put on one device.
+            whole = jax.device_put(leaf, NamedSharding(inside_mesh(leaf.sharding.mesh), leaf.sharding.spec))
         copy = jax.device_put(whole, self.mesh.local_devices[0]) if hasattr(whole, "shape") else whole
         if keep:
             self.kept[id(leaf)] = leaf, copy

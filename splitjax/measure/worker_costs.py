@@ -23,11 +23,12 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, Refusal
-from splitjax.lower.boundary import expand
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.partial.stages import BackpropStages, Stage
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import expand
 
 # So many depths are compiled at most; what stands between two of them is divided by predicted time. The first ones
 # stand at equal parts of the predicted time; further ones where most measured time is undivided: small convolutions
@@ -140,16 +141,14 @@ class DepthPrograms:
         jaxpr = self._traced(num_examples)
         return self._compiled(
             num_examples,
-            functools.partial(_truncated, StepLayout(self.mesh, {}, frozenset()), jaxpr, self.site, positions),
+            functools.partial(_truncated, StepLayout(MeshContext(self.mesh)), jaxpr, self.site, positions),
         )
 
     def compile_step(self, num_examples: int) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles the whole step of a worker with `num_examples` examples, with its update. Returns and raises as
         `compile` does."""
         jaxpr = self._traced(num_examples)
-        return self._compiled(
-            num_examples, lambda *leaves: evaluate(StepLayout(self.mesh, {}, frozenset()), jaxpr, leaves)
-        )
+        return self._compiled(num_examples, lambda *leaves: evaluate(StepLayout(MeshContext(self.mesh)), jaxpr, leaves))
 
     def _compiled(self, num_examples: int, run: Callable[..., Any]) -> tuple[jax.stages.Compiled, list[Any]]:
         """Compiles a function of the step's flat arguments, without what its result does not need."""

@@ -24,14 +24,16 @@ from jax.sharding import Mesh
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry
 from splitjax.errors import BatchError, ProfileError, Refusal
-from splitjax.lower.boundary import boundary_forward, boundary_of, expand
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import example_dim, make_twin
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.ways import example_dim, make_twin
+from splitjax.planning.workers import Workers
 from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.step.arguments import Bound
+from splitjax.step.boundary import boundary_forward, boundary_of, expand
 from splitjax.sync.analysis import Tensor
 from splitjax.trace.graph import itemsize
 
@@ -77,7 +79,7 @@ def worker_gradients(entry: CompiledEntry, mesh: Mesh, num_workers: int, place: 
     examples.
     """
     sites = tuple(_boundary_sites(entry.jaxpr, place))
-    bare, num_examples = StepLayout(mesh, {}, frozenset()), entry.graph.num_examples
+    bare, num_examples = StepLayout(MeshContext(mesh)), entry.graph.num_examples
     assert num_examples is not None, "`check_examples` lets no step without examples pass"
     if num_workers == 1:
         gradients = _gradients(entry, sites, {})
@@ -102,7 +104,7 @@ def _divided(
     """Returns the gradients of several workers, or a refusal where the step is another program for their share of the
     batch."""
     twin_of = make_twin(entry.graph, entry.traced.resized)
-    size = local_examples(share * num_workers, num_workers, (), None)
+    size = local_examples(share * num_workers, num_workers, Workers())
     if isinstance(size, Refusal):
         return size
     eqns = {site: equation_at(entry.jaxpr, site) for site in sites}

@@ -134,10 +134,11 @@ class ModelSpec:
 
     def num_params(self) -> int:
         """Counts the trainable values, without making them."""
+        key = jax.eval_shape(jax.random.key, 0)  # a concrete one would start a backend
         if self.library == "linen":
-            params = jax.eval_shape(self.init, jax.random.key(0))["params"]
+            params = jax.eval_shape(self.init, key)["params"]
         else:
-            params = nnx.state(nnx.eval_shape(lambda: self.make(nnx.Rngs(0))), nnx.Param)
+            params = nnx.state(nnx.eval_shape(lambda key: self.make(nnx.Rngs(key)), key), nnx.Param)
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
     def _linen(self, method: str) -> nn.Module:

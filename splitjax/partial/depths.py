@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from splitjax.errors import PartialError
+from splitjax.errors import PartialError, Refusal
 from splitjax.partial.optimal import optimal_contributors
 from splitjax.partial.request import COUNT, LINEAR, OPTIMAL, SPATIAL, PartialBackprop
 from splitjax.partial.stages import BackpropStages, Stage
@@ -127,23 +127,36 @@ def choose_depths(stages: BackpropStages, request: PartialBackprop, num_workers:
     Raises `PartialError` for fewer than two workers or two stages, for fractions of another number of workers, and
     where no depths keep the budget.
     """
+    depths = find_depths(stages, request, num_workers, place)
+    if isinstance(depths, Refusal):
+        raise depths.error()
+    return depths
+
+
+def find_depths(stages: BackpropStages, request: PartialBackprop, num_workers: int, place: str) -> Depths | Refusal:
+    """Chooses the depths of workers as `choose_depths` does, with the same arguments: `stages`, `request`,
+    `num_workers`, `place`. Returns a refusal, a `PartialError`, where it raises one."""
     if num_workers < 2:
-        raise PartialError(
+        return Refusal(
             "partial backpropagation divides the backward pass among workers, and there is one",
             value=num_workers,
             place=place,
             remedy="use a mesh whose data axis has two devices or more, or backprop=None",
+            kind=PartialError,
         )
     if len(stages.stages) < 2:
         only = stages.stages[0].name if stages.stages else "nothing"
-        raise PartialError(
+        return Refusal(
             f"the backward pass has no legal cut: {only} is all that it differentiates",
             value=len(stages.stages),
             place=place,
             remedy="layers that one scan stacks are one stage: unroll it, or leave backprop=None",
+            kind=PartialError,
         )
     if request.depths == OPTIMAL:
         counts = _optimal(stages, request, num_workers, place)
+        if isinstance(counts, Refusal):
+            return counts
         # The slot that is k-th from the deepest covers what at least k contribute to.
         ends = [next(j for j, count in enumerate(counts) if count >= num_workers - slot) for slot in range(num_workers)]
     else:
@@ -151,21 +164,25 @@ def choose_depths(stages: BackpropStages, request: PartialBackprop, num_workers:
         reach = lambda fraction: (
             [0] if fraction >= 1 else [j for j in range(len(stages.stages)) if stages.share(j) >= fraction - _ENOUGH]
         )
-        ends = [max(reach(fraction)) for fraction in _fractions(request, num_workers, place)]
+        fractions = _fractions(request, num_workers, place)
+        if isinstance(fractions, Refusal):
+            return fractions
+        ends = [max(reach(fraction)) for fraction in fractions]
     return _joined(stages, ends, request)
 
 
-def _fractions(request: PartialBackprop, num_workers: int, place: str) -> list[float]:
+def _fractions(request: PartialBackprop, num_workers: int, place: str) -> list[float] | Refusal:
     """Gives by slot the fraction of the backward pass's time that it covers at least, smallest first."""
     if isinstance(request.depths, str):
         assert request.depths == LINEAR, "PartialBackprop admits two names of depths"
         return [(slot + 1) / num_workers for slot in range(num_workers)]
     if len(request.depths) != num_workers:
-        raise PartialError(
+        return Refusal(
             f"depths has {len(request.depths)} fractions for {num_workers} workers",
             value=request.depths,
             place=place,
             remedy=f"give {num_workers} fractions, one for every worker of the data axis",
+            kind=PartialError,
         )
     return sorted(request.depths)
 
@@ -180,22 +197,28 @@ def _joined(stages: BackpropStages, ends: Sequence[int], request: PartialBackpro
     return Depths(segments, tuple(cuts.index(end) for end in ends), stages.forward, request)
 
 
-def _optimal(stages: BackpropStages, request: PartialBackprop, num_workers: int, place: str) -> tuple[int, ...]:
+def _optimal(
+    stages: BackpropStages, request: PartialBackprop, num_workers: int, place: str
+) -> tuple[int, ...] | Refusal:
     """Gives the number of contributors by stage."""
     assert request.measured is not None, "PartialBackprop refuses optimal depths without measurements"
     noise = dict(zip(request.measured.layers, request.measured.noise, strict=True))
     missing = [stage.name for stage in stages.stages if stage.name not in noise]
     if missing:
-        raise PartialError(
+        return Refusal(
             "the measured noise is of another step: it has no such layer",
             value=missing[0],
             place=place,
             remedy="call step.advise on this step, and pass its .measured",
+            kind=PartialError,
         )
     costs = [stage.backward for stage in stages.stages]
     costs[-1] += stages.forward
     budget = request.budget
     if budget is None:
         linear = dataclasses.replace(request, depths=LINEAR)
-        budget = choose_depths(stages, linear, num_workers, place).device_time
+        simple = find_depths(stages, linear, num_workers, place)
+        if isinstance(simple, Refusal):
+            return simple
+        budget = simple.device_time
     return optimal_contributors([noise[stage.name] for stage in stages.stages], costs, num_workers, budget, place)

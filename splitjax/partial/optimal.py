@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splitjax.errors import PartialError
+from splitjax.errors import PartialError, Refusal
 
 _ROUNDING = 1e-9  # of the budget, for sums of floating-point times
 _FEW_WAYS = 20_000
@@ -24,7 +24,7 @@ _FEW_WAYS = 20_000
 
 def optimal_contributors(
     noise: Sequence[float], costs: Sequence[float], num_workers: int, budget: float, place: str
-) -> tuple[int, ...]:
+) -> tuple[int, ...] | Refusal:
     """Chooses the number of contributors per segment.
 
     **Arguments:**
@@ -36,19 +36,20 @@ def optimal_contributors(
     - `place`: what an error names as its place.
 
     Returns numbers from 1 to `num_workers` that never fall; the last segment has all workers, as each of them runs the
-    forward pass. Raises `PartialError` for a budget below one contributor a segment. Source: Neyman, "On the two
+    forward pass; a refusal, a `PartialError`, for a budget below one contributor a segment. Source: Neyman, "On the two
     different aspects of the representative method" (1934), for the allocation.
     """
     allowed = budget * num_workers * sum(costs) * (1 + _ROUNDING)
     counts = [1] * (len(costs) - 1) + [num_workers]
     least = _spent(counts, costs)
     if least > allowed:
-        raise PartialError(
+        return Refusal(
             "no depths keep the budget: with one worker at full depth they take"
             f" {least / (num_workers * sum(costs)):.3f} of full backpropagation",
             value=budget,
             place=place,
             remedy="raise the budget, or use a smaller batch with full backpropagation",
+            kind=PartialError,
         )
     if math.comb(len(costs) + num_workers - 2, num_workers - 1) <= _FEW_WAYS:
         return _best(noise, costs, num_workers, allowed)

@@ -138,9 +138,11 @@ class _LossWalk:
         self.cost: dict[_Node, float] = collections.defaultdict(float)
         self.readers: dict[int, set[_Node]] = collections.defaultdict(set)
         made: dict[_Node, set[int]] = collections.defaultdict(set)
+        self.flops, self.costs = {id(op): _flops(op, flat) for op in self.ops}, dict[int, float]()
         for op in self.ops:
             at = self.node[id(op)]
-            self.cost[at] += _cost(op, flat)
+            self.costs[id(op)] = _cost(op, self.flops[id(op)], flat)
+            self.cost[at] += self.costs[id(op)]
             made[at].update(op.outputs)
             for v in op.inputs:
                 self.readers[v].add(at)
@@ -173,8 +175,8 @@ class _LossWalk:
                     live.update(op.inputs)
                     continue
                 live.update(v for v in op.outputs if _is_inexact(self.flat.dtypes[v]))
-                flops = _flops(op, self.flat)
-                total += flops * len(set(reached)) + (_cost(op, self.flat) - flops)
+                flops = self.flops[id(op)]
+                total += flops * len(set(reached)) + (self.costs[id(op)] - flops)
         return total
 
     def crossing(self, distance: float) -> list[int]:
@@ -206,10 +208,10 @@ def _needed(flat: FlatStep, loss: int) -> list[Op]:
     return kept[::-1]
 
 
-def _cost(op: Op, flat: FlatStep) -> float:
-    """Predicts the forward time of an operation, in flops."""
+def _cost(op: Op, flops: float, flat: FlatStep) -> float:
+    """Predicts the forward time of an operation, in flops. `flops`: of its product."""
     moved = sum(math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v]) for v in op.outputs if flat.dtypes[v] != "token")
-    return _flops(op, flat) + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
+    return flops + (0.0 if op.primitive.startswith("_") else float(FLOPS_PER_BYTE * moved * op.trips))
 
 
 def _flops(op: Op, flat: FlatStep) -> float:

@@ -2,5 +2,6 @@
 
 A traced step (`Graph`), rules, a mesh shape, what is asked for and what the first steps observed come in; values that
 the `Plan` writes down come out, so that a decision can be printed, compared, pinned and resumed without running
-anything.
+anything. What lowering evaluates are values of this room; how gradient boundaries can run it is told
+(`ways.WayChooser`).
 """

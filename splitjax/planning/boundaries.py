@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from splitjax.lower.partial.step import find_partial
-from splitjax.lower.strategies import BoundaryChoices, choose_ways
 from splitjax.planning.draft import Draft
+from splitjax.planning.partial_step import find_partial
+from splitjax.planning.ways import BoundaryChoices
 
 
 def differentiate(draft: Draft) -> Draft:
@@ -25,7 +25,7 @@ def differentiate(draft: Draft) -> Draft:
 
 
 def choose_boundaries(draft: Draft) -> Draft:
-    """Returns the draft with the way in which each of its gradient boundaries runs, prepared. Raises what `choose_ways`
-    raises."""
+    """Returns the draft with the way in which each of its gradient boundaries runs, prepared. Raises what
+    `WayChooser.choose` raises."""
     choices = BoundaryChoices(draft.in_turns, draft.tables, draft.partial)
-    return dataclasses.replace(draft, ways=choose_ways(draft.lowered_step, draft.traced.jaxpr, choices))
+    return dataclasses.replace(draft, ways=draft.chooser.choose(draft.decided_step, draft.traced.jaxpr, choices))

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.codec import Codec, Wording
 from splitjax.errors import CheckpointError
@@ -143,7 +143,7 @@ _JSON = Codec(
 )
 
 
-def inputs_of(bound: Bound, mesh: Mesh) -> str:
+def inputs_of(bound: Bound, mesh: Mesh | AbstractMesh) -> str:
     """Describes the signature of the call `bound` on a `mesh` in words that are the same in every run of a program: its
     arrays that are no states, how many arrays the states have, the mesh."""
     inputs = [

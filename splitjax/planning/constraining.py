@@ -9,22 +9,23 @@ from __future__ import annotations
 import dataclasses
 
 from splitjax.cost.convolutions import derive_convolutions
+from splitjax.cost.flow import flows
 from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
-from splitjax.lower.products.constraints import derive_constraints
-from splitjax.lower.products.exchange import derive_exchanges, weight_uses
-from splitjax.lower.products.layout import SiteDecisions, StepLayout
-from splitjax.lower.products.remedies import (
+from splitjax.plan import Constraint
+from splitjax.planning.draft import Draft
+from splitjax.planning.sites.constraints import derive_constraints
+from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
+from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
+from splitjax.planning.sites.remedies import (
     apply_remedies,
     check_orders,
     guarded_sites,
     reached_suspects,
     rewritten_sites,
 )
-from splitjax.lower.products.scatter import derive_scatters, pin_gradients
-from splitjax.lower.products.sharded_dims import ShardedDims
-from splitjax.plan import Constraint
-from splitjax.planning.draft import Draft
+from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
+from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.trace.graph import Unknown
 
 
@@ -52,13 +53,13 @@ def constrain(draft: Draft) -> Draft:
     remedies = apply_remedies(suspects, graph)
     constraints = (*constraints, *around, *remedies.constraints)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
-    exchanges = derive_exchanges(*arguments)
-    sites = StepLayout.of(
-        draft.mesh,
+    chain = flows(*arguments)
+    exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
+    sites = SiteLayout.of(
         (*constraints, *pin_gradients(graph, layout.leaves)),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),
-            weight_uses(*arguments),
+            weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,
             transforms=[transform for transform in derive_transforms(*arguments) if transform.site in split_sites],
@@ -68,7 +69,9 @@ def constrain(draft: Draft) -> Draft:
     )
     notes = (note for note in remedies.notes if note not in draft.notes)  # a pinned plan has them already
     gathered = tuple(f"{op.primitive} at {op.source}" for op in unknown)
-    return dataclasses.replace(draft, constraints=constraints, gathered=gathered, sites=sites).noting(*notes)
+    return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(
+        *notes
+    )
 
 
 def _unknown_error(op: Unknown) -> UnknownPrimitiveError:

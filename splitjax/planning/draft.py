@@ -10,25 +10,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from jax.sharding import AbstractMesh, Mesh
 
-from splitjax.lower.boundary import Twin
-from splitjax.lower.partial.step import PartialStep
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.strategies import StepWays
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import SyncRequest
-from splitjax.lower.turns.in_turns import InTurns
-from splitjax.lower.way import LoweredStep, make_twin
+from splitjax.cost.flow import WeightFlow
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
 from splitjax.planning.observing import TableDecision
-from splitjax.primitives.walk import Site
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.sites.layout import SiteLayout
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import SyncRequest
+from splitjax.planning.ways import DecidedStep, StepWays, WayChooser, Ways, make_twin
+from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.rules.assign import Assignment
+from splitjax.step.boundary import Twin
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
 
@@ -42,8 +40,8 @@ class PlanRequest:
     **Attributes:**
 
     - `name`: of the step, for messages. `returns_state`: whether it returns its states; False for an evaluation.
-    - `rules`: the rule set that splits its parameters. `pinned`: the plan whose decisions are taken over instead; None
-      for none.
+    - `rules`: the rule set that splits its parameters. `roles`: what was said of mesh axes. `pinned`: the plan
+      whose decisions are taken over instead; None for none.
     - `followed`: by path, the layout of the training step that an evaluation follows; None for a training step.
     - `unknown`: `error` or `gather`, for operations without dim rule.
     - `group_comm`, `shard_state`, `backprop`: the options of these names. `sync`: how tables are synchronised.
@@ -53,6 +51,7 @@ class PlanRequest:
     name: str
     returns_state: bool
     rules: RuleSet
+    roles: Mapping[str, Role]
     pinned: Plan | None
     followed: Mapping[str, LeafPlan] | None
     unknown: str
@@ -84,10 +83,12 @@ class Draft:
     **Attributes:**
 
     - `traced`: the step. `mesh`: its mesh, with devices or abstract: planning looks at axes and sizes alone.
-    - `request`: what is asked for. `known`: what is known of its tables.
+    - `request`: what is asked for. `chooser`: chooses how its gradient boundaries run. `known`: what is known of its
+      tables.
     - `layout`: where every leaf lives. `notes`: what to know besides.
     - `constraints`: the shardings that lowering pins inside the step. `gathered`: unknown operations that run
       replicated. `sites`: what these and the layout mean for each operation; None before that is derived.
+    - `flows`: how activations flow through the layers under the layout.
     - `group_comm`: how examples cross into split layers. `in_turns`: the boundaries that are prepared to cross in
       turns, by site.
     - `partial`: how far back workers differentiate; None for full backpropagation.
@@ -99,14 +100,16 @@ class Draft:
     traced: Traced
     mesh: Mesh | AbstractMesh
     request: PlanRequest
+    chooser: WayChooser
     known: KnownTables = dataclasses.field(default_factory=KnownTables)
     layout: Assignment = _NOTHING
     notes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     gathered: tuple[str, ...] = ()
-    sites: StepLayout | None = None
+    flows: tuple[WeightFlow, ...] = ()
+    sites: SiteLayout | None = None
     group_comm: str = "gather"
-    in_turns: Mapping[Site, InTurns] = dataclasses.field(default_factory=dict)
+    in_turns: Ways = dataclasses.field(default_factory=dict)
     partial: PartialStep | None = None
     tables: SparseStep | None = None
     decision: TableDecision | None = None
@@ -124,8 +127,12 @@ class Draft:
 
     @functools.cached_property
     def shape(self) -> MeshShape:
-        """The shape of the mesh."""
-        return MeshShape.of(self.mesh)
+        """The shape of the mesh, with the roles that were said of its axes, by the user or by a pinned plan. Raises
+        `MeshError` for a role of an axis that the mesh lacks."""
+        shape, pinned = MeshShape.of(self.mesh), self.request.pinned
+        if self.request.roles or pinned is None:
+            return shape.with_roles(self.request.roles)
+        return shape.with_roles({axis: role for axis, role in pinned.mesh.said if axis in shape.names})
 
     @functools.cached_property
     def decided(self) -> Plan:
@@ -145,15 +152,14 @@ class Draft:
         )
 
     @functools.cached_property
-    def lowered_step(self) -> LoweredStep:
+    def decided_step(self) -> DecidedStep:
         """The step as those see it who choose how its gradient boundaries run."""
         assert self.sites is not None, "boundaries are looked at once the layout and its constraints are decided"
-        # Of its mesh, choices read axes and sizes; whoever evaluates them brings the devices.
-        return LoweredStep(self.graph, cast(Mesh, self.mesh), self.decided, self.sites, self.twin_of)
+        return DecidedStep(self.graph, self.decided, self.sites, self.twin_of)
 
     @functools.cached_property
     def twin_of(self) -> Twin:
-        """Finds a boundary in a trace with another number of examples, as `lower.way.make_twin` says; with edited
+        """Finds a boundary in a trace with another number of examples, as `ways.make_twin` says; with edited
         lookups where tables are synchronised by rows."""
         twin_of = make_twin(self.graph, self.traced.resized)
         return twin_of if self.tables is None else self.tables.twin_of(twin_of)

@@ -12,18 +12,15 @@ more than `WORTHWHILE`, for its smaller products run less efficiently.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from splitjax.cost.flow import flows, linked
+from splitjax.cost.flow import linked
 from splitjax.errors import BatchError, PlanError, Refusal
-from splitjax.lower.turns.in_turns import InTurns, boundaries_in_turns
 from splitjax.planning.draft import Draft
 from splitjax.planning.predict import memory_of
-from splitjax.primitives.walk import Site
+from splitjax.planning.ways import Ways
 
 WORTHWHILE = 0.1  # of the predicted peak
-
-InTurnsBySite = Mapping[Site, InTurns]
 
 
 def cross(draft: Draft) -> Draft:
@@ -34,14 +31,14 @@ def cross(draft: Draft) -> Draft:
     pinned = draft.request.pinned
     requested = draft.request.group_comm if pinned is None else pinned.group_comm
     return choose(
-        requested, draft, lambda kind: boundaries_in_turns(kind, draft.lowered_step, draft.traced.jaxpr), _peak_bytes
+        requested, draft, lambda kind: draft.chooser.in_turns(kind, draft.decided_step, draft.traced.jaxpr), _peak_bytes
     )
 
 
 def choose(
     requested: str,
     draft: Draft,
-    in_turns: Callable[[str], InTurnsBySite | Refusal],
+    in_turns: Callable[[str], Ways | Refusal],
     peak_bytes: Callable[[Draft], int],
 ) -> Draft:
     """Decides the group communication of a step. Returns its draft with it, and with the boundaries that are prepared
@@ -96,8 +93,7 @@ def choose(
 def crosses(draft: Draft) -> bool:
     """Returns whether under the layout of `draft` examples cross from replicated layers, whose batch is split over all
     axes, into split layers."""
-    layout = draft.layout
-    chain = flows(draft.graph, layout.leaves, draft.shape, layout.batch_axes, layout.replicated_batch)
+    chain = draft.flows
     return any(flow.crossing and not flow.at_hand and linked(flow.producer, flow.axes, chain) is None for flow in chain)
 
 

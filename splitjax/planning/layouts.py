@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from splitjax.errors import PlanError
-from splitjax.lower.products.constraints import place_batches
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
 from splitjax.planning.draft import Draft
+from splitjax.planning.sites.constraints import place_batches
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.assign import Assignment
 from splitjax.rules.sharded_state import shard_state

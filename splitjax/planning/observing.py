@@ -16,10 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from splitjax.lower.tables.finding import Chosen, gradient_in_loop
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import AUTO, SyncRequest
-from splitjax.lower.tables.table_sync import TableSync
 from splitjax.plan import (
     GRADIENT_SUMS,
     ROW_EXCHANGE,
@@ -32,6 +28,10 @@ from splitjax.plan import (
     spec_axes,
 )
 from splitjax.planning.carried import Seen
+from splitjax.planning.tables.finding import Chosen, gradient_in_loop
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import AUTO, SyncRequest
+from splitjax.planning.tables.table_sync import TableSync
 from splitjax.sync.choose import candidates, choose
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import Exchange, name_of, options_of, sizes_of

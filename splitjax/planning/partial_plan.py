@@ -6,11 +6,12 @@ segments of the plan and its collectives, with what is sent on average, come out
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from splitjax.lower.partial.allreduce import in_groups, sent_bytes
-from splitjax.lower.partial.step import PartialStep
+from splitjax.cost.ring import all_reduce_bytes
+from splitjax.partial.contributors import in_groups, sent_bytes
 from splitjax.plan import (
     GRADIENT_SUMS,
     Collective,
@@ -22,6 +23,8 @@ from splitjax.plan import (
     SegmentPlan,
     spec_axes,
 )
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.ways import SumWithin
 
 HANDED = "collective_permute"  # the operation that hands gradients to workers that did not compute them
 
@@ -32,69 +35,107 @@ def predict_partial(
     step: PartialStep,
     platform: str,
     pinned: PartialPlan | None = None,
+    within: Mapping[str, SumWithin] | None = None,
 ) -> tuple[PartialPlan, tuple[Collective, ...]]:
     """Predicts a step that is differentiated partially. Returns its segments, and its collectives: gradients are
     exchanged among the workers that computed them.
 
     **Arguments:** `decided`: the plan, of which the layout is read. `dense`: the collectives of full backpropagation.
     `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`. `pinned`: the partial plan that
-    these depths come from; its times stay, which may have been measured."""
-    depths, axis = step.depths, "+".join(step.axes)
-    num_workers, whole = depths.num_slots, sum(segment.backward for segment in depths.segments)
-    sent: dict[str, tuple[float, float]] = {}  # parameter -> bytes that are summed, bytes that are handed on
-    sums = [collective for collective in dense if gradient_of(collective)]
-    whole_bytes = {gradient_of(collective): collective.bytes for collective in sums}
-    # The workers' axes at once, even where the plan sums over some of them onto parts, and the parts over the rest.
-    wider = {gradient_of(collective) for collective in sums if not set(collective.axis.split("+")) <= set(step.axes)}
-    segments = []
-    for number, segment in enumerate(depths.segments):
-        count = len(depths.contributors(number))
-        params = [step.params[position] for position in segment.operands]
-        sizes = {param: _bytes(decided, param, step.axes) for param in params}
-        for param, size in sizes.items():
-            if step.is_temporal:
-                sent[param] = whole_bytes.get(param, 0) * step.share_of_steps(number), 0.0
-            elif param in wider:  # summed beside layers that are split over the other axes, by all
-                sent[param] = float(whole_bytes[param]), 0.0
-            else:
-                sent[param] = sent_bytes(
-                    size, count if in_groups(step.axes, platform) or not count else num_workers, num_workers
-                )
-        segments.append(
-            SegmentPlan(
-                tuple(stage.name for stage in segment.stages),
-                count,
-                segment.backward / whole if whole else 0.0,
-                sum(sizes.values()),
-                round(sum(sent[param][0] for param in params)),
-                round(sum(sent[param][1] for param in params)),
-            )
-        )
-    request = step.request
+    these depths come from; its times stay, which may have been measured. `within`: by parameter, how its gradient is
+    added up within a worker (`StepWays.sums_within`); for what it leaves out, together with those of all
+    workers."""
+    exchanges = _exchanges(decided, dense, step, platform, within or {})
     partial = PartialPlan(
-        request.assignment,
-        request.estimator,
-        request.rotate,
-        request.warmup_steps,
-        request.execution,
-        request.rebalance,
-        request.statistics,
-        axis,
-        depths.first,
-        depths.device_time,
-        "predicted" if request.measured is None else "measured",
-        tuple(segments),
+        step.request.assignment,
+        step.request.estimator,
+        step.request.rotate,
+        step.request.warmup_steps,
+        step.request.execution,
+        step.request.rebalance,
+        step.request.statistics,
+        "+".join(step.workers.axes),
+        step.depths.first,
+        step.depths.device_time,
+        "predicted" if step.request.measured is None else "measured",
+        tuple(_segments(decided, step, exchanges)),
         step.examples,
     )
     if pinned is not None:
         timed = [
             dataclasses.replace(segment, backward=known.backward)
-            for segment, known in zip(segments, pinned.segments, strict=True)
+            for segment, known in zip(partial.segments, pinned.segments, strict=True)
         ]
         partial = dataclasses.replace(
             partial, segments=tuple(timed), device_time=pinned.device_time, times=pinned.times
         )
-    return partial, _collectives(dense, step, sent, axis)
+    return partial, _collectives(dense, step, exchanges)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """Holds what a device sends on average for the gradient of a parameter.
+
+    - `summed`, `handed`: bytes to add it up over the workers, and to hand the sum on.
+    - `share`: the share of the steps in which it is summed as in full backpropagation, in the same collectives; None
+      where workers exchange it on their own.
+    - `inside`, `first`: the axes over which a worker then adds it up by itself before, and the bytes of that.
+    """
+
+    summed: float
+    handed: float = 0.0
+    share: float | None = None
+    inside: tuple[str, ...] = ()
+    first: float = 0.0
+
+
+def _exchanges(
+    decided: Plan,
+    dense: Sequence[Collective],
+    step: PartialStep,
+    platform: str,
+    within: Mapping[str, SumWithin],
+) -> dict[str, _Exchange]:
+    """Returns by parameter what is exchanged for its gradient. The arguments are those of `predict_partial`."""
+    dense_bytes: dict[str, int] = collections.Counter()  # of its sums in full backpropagation, and their axes
+    axes: dict[str, tuple[str, ...]] = collections.defaultdict(tuple)
+    for collective in dense:
+        if param := gradient_of(collective):
+            dense_bytes[param] += collective.bytes
+            axes[param] += tuple(collective.axis.split("+"))
+    exchanges: dict[str, _Exchange] = {}
+    num_workers = step.depths.num_slots
+    for number, segment in enumerate(step.depths.segments):
+        count = len(step.depths.contributors(number))
+        taking_part = count if in_groups(step.workers.axes, platform) or not count else num_workers
+        for param in (step.params[position] for position in segment.operands):
+            inside = tuple(axis for axis in axes[param] if axis not in step.workers.axes)
+            how = within.get(param, SumWithin.AT_ONCE)
+            if step.is_temporal or (inside and how is SumWithin.AT_ONCE):
+                share = step.share_of_steps(number) if step.is_temporal else 1.0
+                exchanges[param] = _Exchange(dense_bytes[param] * share, share=share)
+            else:
+                size = _bytes(decided, param, step.workers.axes)
+                summed, handed = sent_bytes(size, taking_part, num_workers)
+                inside = inside if how is SumWithin.FIRST else ()
+                first = all_reduce_bytes(decided.mesh.size(inside), size) * taking_part / num_workers
+                exchanges[param] = _Exchange(summed, handed, None, inside, first)
+    return exchanges
+
+
+def _segments(decided: Plan, step: PartialStep, exchanges: Mapping[str, _Exchange]) -> Iterator[SegmentPlan]:
+    """Yields the segments of a partial plan."""
+    whole = sum(segment.backward for segment in step.depths.segments)
+    for number, segment in enumerate(step.depths.segments):
+        params = [step.params[position] for position in segment.operands]
+        yield SegmentPlan(
+            tuple(stage.name for stage in segment.stages),
+            len(step.depths.contributors(number)),
+            segment.backward / whole if whole else 0.0,
+            sum({param: _bytes(decided, param, step.workers.axes) for param in params}.values()),
+            round(sum(exchanges[param].summed + exchanges[param].first for param in params)),
+            round(sum(exchanges[param].handed for param in params)),
+        )
 
 
 def _bytes(plan: Plan, param: str, axes: tuple[str, ...]) -> int:
@@ -111,29 +152,33 @@ def gradient_of(collective: Collective) -> str:
 
 
 def _collectives(
-    dense: Sequence[Collective], step: PartialStep, sent: dict[str, tuple[float, float]], axis: str
+    dense: Sequence[Collective], step: PartialStep, exchanges: Mapping[str, _Exchange]
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a step: those of gradients in `dense` with what they send on average (`sent`: by
-    parameter, the bytes that are summed and those that are handed on), all others as they are."""
+    """Returns the collectives of a step: those of gradients in `dense` with what they send on average (`exchanges`, by
+    parameter), all others as they are."""
     collectives, exchanged = [], set[str]()
     for collective in dense:
         param, purpose = gradient_of(collective), collective.purpose
-        if param not in sent:
+        if param not in exchanges:
             # Stored weights of a spatial assignment are gathered once, in front of the branches.
             again = purpose.kind == PurposeKind.STORED_WEIGHT and purpose.phase == Phase.BACKWARD
             if step.is_temporal or not again:
                 collectives.append(collective)
-            continue
-        summed, handed = sent[param]
-        within = set(collective.axis.split("+")) <= set(step.axes)
-        if within and not step.is_temporal:
-            if param in exchanged:  # a further part of a sum over the workers, which is one exchange
-                continue
+        elif (share := exchanges[param].share) is not None:
+            collectives.append(dataclasses.replace(collective, bytes=round(collective.bytes * share)))
+        elif param not in exchanged:  # a further part of the sum is in the same exchange
             exchanged.add(param)
-            collective = dataclasses.replace(collective, op="all_reduce", axis=axis)
-        if round(summed):
-            collectives.append(dataclasses.replace(collective, bytes=round(summed)))
-        if round(handed):
-            handed_on = Purpose(PurposeKind.GRADIENT_HANDED, Phase.BACKWARD, param)
-            collectives.append(Collective(HANDED, axis, round(handed), collective.layer, handed_on))
-    return tuple(collectives)
+            collectives += _apart(collective, param, exchanges[param], "+".join(step.workers.axes))
+    return tuple(collective for collective in collectives if collective.bytes)
+
+
+def _apart(collective: Collective, param: str, exchange: _Exchange, axis: str) -> tuple[Collective, ...]:
+    """Returns what takes the place of a sum of the gradient of `param` in full backpropagation: its sum over the
+    workers along `axis` that computed it, what hands that on, and its sum within a worker."""
+    summed = dataclasses.replace(collective, op="all_reduce", axis=axis, bytes=round(exchange.summed))
+    handed_on = Purpose(PurposeKind.GRADIENT_HANDED, Phase.BACKWARD, param)
+    return (
+        summed,
+        Collective(HANDED, axis, round(exchange.handed), collective.layer, handed_on),
+        dataclasses.replace(summed, axis="+".join(exchange.inside), bytes=round(exchange.first)),
+    )

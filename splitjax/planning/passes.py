@@ -18,6 +18,7 @@ from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.group_comm import cross
 from splitjax.planning.layouts import lay_out, place_examples, share_state
 from splitjax.planning.pinning import synchronise
+from splitjax.planning.ways import WayChooser
 from splitjax.step.traced import Traced
 
 Pass = Callable[[Draft], Draft]
@@ -38,13 +39,14 @@ TABLES: tuple[Pass, ...] = (
 )
 
 
-def draft_step(traced: Traced, mesh: Mesh | AbstractMesh, request: PlanRequest) -> Draft:
+def draft_step(traced: Traced, mesh: Mesh | AbstractMesh, request: PlanRequest, chooser: WayChooser) -> Draft:
     """Decides everything about a step but how its tables are synchronised and its boundaries run.
 
     **Arguments:** `traced`: the call, traced. `mesh`: its mesh, with devices or abstract. `request`: what is asked for.
+    `chooser`: chooses how gradient boundaries run, such as `lower.strategies.CHOOSER`.
 
     Raises what the passes raise: typed errors that name value, place and remedy."""
-    return _through(LAYOUT, Draft(traced, mesh, request))
+    return _through(LAYOUT, Draft(traced, mesh, request, chooser))
 
 
 def with_tables(draft: Draft, known: KnownTables) -> Draft:

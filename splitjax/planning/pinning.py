@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from splitjax import _compat
 from splitjax.errors import PlanError, SyncError
-from splitjax.lower.tables.finding import find_sparse
-from splitjax.lower.tables.sync_request import AUTO, SyncRequest
 from splitjax.plan import Plan, SyncPlan
 from splitjax.planning.draft import Draft
 from splitjax.planning.observing import TableDecision, note_without_tables, sync_plans
+from splitjax.planning.tables.finding import find_sparse
+from splitjax.planning.tables.sync_request import AUTO, SyncRequest
 from splitjax.sync.dense import Dense
 from splitjax.sync.description import OWNED, exchange_of, name_of, options_of
 from splitjax.sync.scheme import ByRows
@@ -52,7 +52,7 @@ def synchronise(draft: Draft) -> Draft:
     resumed knew, if it fits and is what is asked for.
 
     Raises `PlanError` for a pinned plan whose tables are not those of the step, naming the first difference, and what
-    `lower.tables.finding.find_sparse` raises."""
+    `planning.tables.finding.find_sparse` raises."""
     known, request = draft.known, draft.request.sync
     pinned = None if known.observes else draft.request.pinned
     if not draft.takes_gradient or not (pins_tables(pinned) or not request.is_dense):

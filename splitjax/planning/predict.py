@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from splitjax.cost import LaidOutStep, Manner, Prediction, predict_step
-from splitjax.lower.way import planned_boundaries
 from splitjax.plan import Memory, Plan
 from splitjax.planning.draft import Draft
 from splitjax.planning.observing import predict_tables, row_bytes
 from splitjax.planning.partial_plan import predict_partial
+from splitjax.planning.ways import planned_boundaries
 
 
 def predict(draft: Draft) -> Plan:
@@ -23,7 +23,10 @@ def predict(draft: Draft) -> Plan:
     partial, syncs = None, ()
     if draft.partial is not None:
         pinned = None if draft.request.pinned is None else draft.request.pinned.partial
-        partial, collectives = predict_partial(decided, collectives, draft.partial, draft.request.platform, pinned)
+        within = {} if draft.ways is None else draft.ways.sums_within
+        partial, collectives = predict_partial(
+            decided, collectives, draft.partial, draft.request.platform, pinned, within
+        )
     if draft.tables is not None:
         syncs, collectives = predict_tables(decided, collectives, draft.tables, draft.decision)
     boundaries = () if draft.ways is None else planned_boundaries(draft.ways.planned, draft.traced.jaxpr)

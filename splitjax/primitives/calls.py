@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from splitjax import _compat
 
-# The primitive of a gradient boundary (`lower.boundary`), whose `forward` is differentiated when it is evaluated.
+# The primitive of a gradient boundary (`step.boundary`), whose `forward` is differentiated when it is evaluated.
 BOUNDARY: str = "splitjax_value_and_grad"
 
 

@@ -121,7 +121,7 @@ def gather(q: Question) -> RuleOutcome:
 
 @example_rule("splitjax_lookup")
 def _lookup(q: Question) -> RuleOutcome:
-    """Answers about a lookup of `lower.tables.lookups`: as for the gather that it stands for; what is added to its
+    """Answers about a lookup of `planning.tables.lookups`: as for the gather that it stands for; what is added to its
     rows, operand 2, holds the examples where they do."""
     outcome = gather(dataclasses.replace(q, infos=q.infos[:2]))
     if outcome.infos[0].layout != q.infos[2].layout:

@@ -19,6 +19,8 @@ class Trait(enum.Enum):
     RESIZES = "it cuts, joins or pads a dim, which stays a dim of the same things"
     ARRANGES = "it puts several arrays side by side in one, or takes such an array apart"
     PRODUCT = "it adds up products of two operands over a dim"
+    LOOKUP = "it takes rows of an operand, which another operand numbers"
+    ADDS_ROWS = "it adds rows to an operand, at places that another operand numbers"
     COUNTED = "its operands count among what a backward pass keeps, although it is linear: an upper bound of memory"
     DRAWS = "it makes random numbers, the same on every device for the same key"
     COLLECTIVE = "it exchanges values between the devices of a `shard_map`"

@@ -10,6 +10,8 @@ OPERATIONS.state("stack unstack concatenate split", Trait.ARRANGES)
 OPERATIONS.state(
     "dot_general conv_general_dilated ragged_dot_general scaled_matmul scaled_matmul_wrapper", Trait.PRODUCT
 )
+OPERATIONS.state("gather", Trait.LOOKUP)
+OPERATIONS.state("scatter-add scatter_add", Trait.ADDS_ROWS)
 OPERATIONS.state(
     """
     conj copy_p cumsum device_put imag name pvary real reduce_window_sum sharding_constraint stop_gradient tile

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from splitjax.plan import Collective, Plan
 from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
-from splitjax.report.evidence import FALLBACK, Evidence, Step, gather_evidence
+from splitjax.report.evidence import FALLBACK, Evidence, gather_evidence
 from splitjax.report.hlo import CompiledCollective
+from splitjax.report.known_step import Step
 from splitjax.report.parts import StepPart
 from splitjax.report.reconcile import difference, pair
 from splitjax.trace.graph import Graph

@@ -12,27 +12,14 @@ from collections.abc import Sequence
 
 from splitjax.plan import DENSE_GRADIENTS, beside
 from splitjax.report.dataflow import Dataflow
-from splitjax.report.evidence import (
-    BACKWARD,
-    BATCH,
-    FALLBACK,
-    GRADIENT,
-    HANDED,
-    MOVED,
-    ROWS,
-    STATE,
-    STATISTIC,
-    SUMMED,
-    WEIGHT,
-    Evidence,
-    Step,
-    primitive,
-)
+from splitjax.report.evidence import FALLBACK, HANDED, ROWS, SUMMED, Evidence
+from splitjax.report.known_step import Step
+from splitjax.report.op_names import is_derivative, primitive
+from splitjax.report.subject import BACKWARD, BATCH, GRADIENT, MOVED, STATE, STATISTIC, SUMS, WEIGHT
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _LOOKUPS = ("gather", "dynamic_slice")
 _ADDITIONS = ("scatter-add", "scatter_add", "scatter", "dynamic_update_slice")
-_SUMS = ("all_reduce", "reduce_scatter")
 _STATE = ("param", "optimizer", "statistic")
 # JAX's names of reductions; `reduce` is `argmax` and the like.
 _REDUCTIONS = (
@@ -60,7 +47,7 @@ def cause_of(evidence: Evidence, flow: Dataflow, step: Step, layer: str = "") ->
     - `step`: the planned step that the module was compiled from.
     - `layer`: the layer beside whose name the reason stands, if it does (`splitjax.plan.beside`).
     """
-    collective, leaf = evidence.collective, beside(evidence.leaf, layer)
+    collective, leaf = evidence.collective, beside(evidence.leaf, layer) or "a parameter of the layer"
     over = f"split over {collective.axis}"
     if evidence.about == GRADIENT:
         further = any(
@@ -96,7 +83,7 @@ def cause_of(evidence: Evidence, flow: Dataflow, step: Step, layer: str = "") ->
     operation = primitive(evidence.op_name)
     if not operation:
         return ""
-    if collective.op in _SUMS:
+    if collective.op in SUMS:
         return _sum(evidence, operation, over, flow, step)
     if operation == "sharding_constraint":
         return f"a sharding constraint in the step, where the value is {over}"
@@ -160,7 +147,7 @@ def _scalar(evidence: Evidence, operation: str, flow: Dataflow, step: Step) -> s
     roles = {step.roles.get(step.leaf(flow.argument(node)) or "", "") for node in sources}
     if to_state and evidence.phase == BACKWARD:
         return f"{name} to a scalar of the backward pass"
-    if to_state and any("transpose(" in flow.instruction(node).op_name for node in sources):
+    if to_state and any(is_derivative(flow.instruction(node).op_name) for node in sources):
         return f"{name} to a scalar that the update depends on, such as the global norm of the gradients"
     if to_state and "batch" in roles:
         return f"{name} to a scalar that gradients depend on, such as the sum of a mask"

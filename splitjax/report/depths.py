@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 
 from splitjax.plan import Plan
-from splitjax.report.evidence import primitive
 from splitjax.report.loops import num_trips
+from splitjax.report.op_names import primitive
 from splitjax.report.parts import StepPart
 from splitjax.report.wire import Computation, Module
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from splitjax.cost.ring import carried_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
-from splitjax.report.evidence import BACKWARD, GRADIENT, Evidence, primitive
+from splitjax.report.evidence import Evidence
+from splitjax.report.subject import GRADIENT
 
-_ROW_ADDITIONS = ("scatter-add", "scatter_add")
 # By number of a planned collective: the parameter whose gradient it sums, and the collective.
 Sums = Mapping[int, tuple[str, Collective]]
 
@@ -94,9 +94,7 @@ def summed_together(
     return together
 
 
-def gathered_examples(
-    evidence: Sequence[Evidence], free: Iterable[int], sums: Sums, layers: Mapping[str, str]
-) -> dict[int, tuple[int, ...]]:
+def gathered_examples(evidence: Sequence[Evidence], free: Iterable[int], sums: Sums) -> dict[int, tuple[int, ...]]:
     """Finds gathers of ids and cotangents that take the place of a sum of a table's gradient.
 
     **Arguments:**
@@ -104,9 +102,9 @@ def gathered_examples(
     - `evidence`: what is known of each compiled collective.
     - `free`: the positions of those that realise no planned one.
     - `sums`: the planned sums of gradients that none realises.
-    - `layers`: path of a parameter -> its layer.
 
-    Returns by the number of a sum the positions of the gathers, each of which is there for the addition of rows.
+    Returns by the number of a sum the positions of the gathers, whose values are added as rows to the gradient
+    (`Evidence.rows_of`).
     """
     places: dict[int, tuple[int, ...]] = {}
     left = list(free)
@@ -114,10 +112,7 @@ def gathered_examples(
         here = [
             position
             for position in left
-            if evidence[position].collective.op == "all_gather"
-            and evidence[position].collective.axis == planned.axis
-            and (evidence[position].layer, evidence[position].phase) == (layers.get(param), BACKWARD)
-            and primitive(evidence[position].collective.op_name) in _ROW_ADDITIONS
+            if (evidence[position].rows_of, evidence[position].collective.axis) == (param, planned.axis)
         ]
         if here:
             places[number] = tuple(here)

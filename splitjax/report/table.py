@@ -169,7 +169,8 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Returns the titled lines of `plan` that stand below its table, in reading order; titles with nothing to say are
     left out."""
     batch = " x ".join(plan.batch_axes) or "no axis"
-    replicated = "every axis" if plan.replicated_batch == "all" else "the data axis"
+    same = f"the {batch} axis" if len(plan.batch_axes) < 2 else f"the axes {' and '.join(plan.batch_axes)}"
+    replicated = "every axis" if plan.replicated_batch == "all" else same if plan.batch_axes else "the data axis"
     sections = (
         ("mesh", [f"{plan.mesh} ({plan.mesh.num_devices} devices)"]),
         (

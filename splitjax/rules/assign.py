@@ -10,13 +10,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from splitjax.errors import BatchError, MeshError, RuleError
-from splitjax.mesh import DATA, MeshShape
+from splitjax.errors import BatchError, MeshError, Refusal, RuleError, UnavailableError
+from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes
-from splitjax.rules.decide import Axes, Decisions, decide
+from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
+from splitjax.rules.decide import decide
+from splitjax.rules.decisions import Axes, Decisions
 from splitjax.rules.match import axes_text, dim_text, divides, sized_text
 from splitjax.rules.rule import Rule
-from splitjax.rules.ruleset import RuleSet
+from splitjax.rules.ruleset import RuleSet, available, load_rules
 from splitjax.trace.graph import Graph, Leaf
 
 # Replicated state of at least this size that follows no parameter is worth a note.
@@ -55,26 +57,30 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     - `mesh`: the mesh's shape, or a mapping from axis to size.
 
     The result is legal: every split divides, an array uses a mesh axis at most once, and parameters that share
-    storage agree (see `decide`). Batches are split over all axes of the mesh or over `data`, as
+    storage agree (see `decide`). Batches are split over the axes that
     `rules.replicated_batch` says.
 
-    Raises `MeshError` for a rule that names an axis the mesh cannot have, `RuleError` where an axis other than
-    `data` (or one of `rules.axes`) shards no parameter and the set does not allow that, `BatchError` where the
+    Raises `MeshError` for a rule that names an axis the mesh cannot have, and for an axis without a role that no rule
+    names; `UnavailableError` for axes that this version lays nothing out over; `RuleError` where an axis of another
+    role than data (or one of `rules.axes`) shards no parameter and the set does not allow that; `BatchError` where the
     batch does not divide.
     """
     mesh = MeshShape.of(mesh)
-    for rule, error in unknown_axes(rules, mesh):
+    for rule, refusal in unknown_axes(rules, mesh):
         place = f"rule set {rules.name!r}" + (f", rule {rule.name!r}" if rule else ", key 'axes'")
         raise MeshError(
-            error.message,
+            refusal.message,
             value=dict(mesh.axes),
             place=place,
             remedy=f"add the axis to the mesh, or let the rule name one of {', '.join(mesh.names)}",
         )
+    refused = refused_roles(rules, mesh)
+    if refused is not None:
+        raise refused.error()
     decisions = decide(graph, rules, mesh)
     for axis in idle_axes(graph, rules, mesh, decisions):
         raise _idle(graph, rules, mesh, decisions, axis)
-    batch_axes = mesh.present(mesh.names if rules.replicated_batch == "all" else (DATA,))
+    batch_axes = rules.batch_axes(mesh)
     _check_batch(graph, mesh, batch_axes)
     leaves = tuple(_leaf(graph, mesh, decisions, batch_axes, leaf) for leaf in graph.leaves)
     specs = {leaf.path: leaf.spec for leaf in leaves}
@@ -99,7 +105,7 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
         notes.append("the step has no parameters, so no rule applies")
     return Assignment(
         rules.name,
-        rules.replicated_batch,
+        rules.batch_mode,
         batch_axes,
         leaves,
         tuple(layers),
@@ -108,18 +114,57 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     )
 
 
-def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, MeshError]]:
+def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Refusal]]:
     """Finds the rules in `rules` that name an axis that `mesh` lacks and that is none of the known ones.
 
-    Returns each with its error; None stands for the set's own `axes`.
+    Returns each with the refusal of the axis; None stands for the set's own `axes`.
     """
-    unknown: list[tuple[Rule | None, MeshError]] = []
-    for rule in (*rules.rules, None):
-        try:
-            mesh.size(rule.axes if rule else rules.axes)
-        except MeshError as error:
-            unknown.append((rule, error))
-    return unknown
+    refused = ((rule, mesh.roles.unknown(rule.axes if rule else rules.axes)) for rule in (*rules.rules, None))
+    return [(rule, refusal) for rule, refusal in refused if refusal is not None]
+
+
+def refused_roles(rules: RuleSet, mesh: MeshShape) -> Refusal | None:
+    """Returns the refusal of an axis of `mesh`, of a size above 1, that means nothing to the set `rules`; None without.
+
+    No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`); or a
+    rule stores weights over it, over which the batch does not lie (`RuleError`)."""
+    named = mesh.roles.resolve((*rules.axes, *(axis for rule in rules.rules for axis in rule.axes)))
+    for axis in mesh.present(mesh.names):
+        role = mesh.roles.role(axis)
+        if axis in named:
+            continue
+        if role in LATER:
+            return Refusal(
+                f"the axis {axis!r} has the role {str(role)!r}, over which this version lays nothing out",
+                value=dict(mesh.axes),
+                place="mesh",
+                remedy=f"give its devices to another axis, or say what the axis is for: roles={{{axis!r}: 'tensor'}}",
+                kind=UnavailableError,
+            )
+        if role is None and not (rules.allow_replicated and rules.replicated_batch == "all"):
+            return Refusal(
+                f"nobody knows what the mesh axis {axis!r} is for: its name tells no role, and the rule set"
+                f" {rules.name!r} does not name it",
+                value=dict(mesh.axes),
+                place="mesh",
+                remedy=f"say its role, roles={{{axis!r}: 'tensor'}} ({', '.join(ROLE_NAMES)}), or call it by a name"
+                f" that tells it ({', '.join(ROLE_BY_NAME)})",
+                kind=MeshError,
+            )
+    batch_axes = rules.batch_axes(mesh)
+    for rule in rules.rules:
+        apart = [axis for axis in mesh.meant(rule.store) if axis not in batch_axes]
+        if apart:
+            return Refusal(
+                f"the rule stores weights over {' and '.join(apart)}, and the batch does not lie over it: its devices"
+                " would gather what they share",
+                value=rule.store,
+                place=f"rule set {rules.name!r}, rule {rule.name!r}, key 'store'",
+                remedy=f"take {' and '.join(apart)} out of store, compute over it (shard), or put it into"
+                " replicated_batch",
+                kind=RuleError,
+            )
+    return None
 
 
 def idle_axes(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> tuple[str, ...]:
@@ -135,7 +180,8 @@ def idle_axes(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decision
     if rules.allow_replicated or not graph.params:
         return ()
     used = {axis for decision in decisions.params.values() for axes in decision.axes for axis in axes}
-    wanted = [axis for axis in mesh.names if axis != DATA or DATA in rules.axes]
+    named = mesh.roles.resolve(rules.axes)
+    wanted = [axis for axis in mesh.names if mesh.roles.role(axis) is not Role.DATA or axis in named]
     return tuple(axis for axis in mesh.present(wanted) if axis not in used)
 
 
@@ -157,25 +203,33 @@ def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, a
     lines = [f"rule set {rules.name!r} leaves every parameter whole on each of the {axes_text(mesh, (axis,))} devices"]
     lines.append(f"  parameters: {', '.join(shown[:8])}{f', and {len(shown) - 8} more' if len(shown) > 8 else ''}")
     for rule in rules.rules:
-        lines.append(f"  rule {rule.name!r} ({rule.matchers}): {_why_idle(rule, axis, decisions)}")
+        lines.append(f"  rule {rule.name!r} ({rule.matchers}): {_why_idle(rule, axis, mesh, decisions)}")
     if not rules.rules:
         lines.append("  the set has no rules")
+    others = [name for name in _users_of(mesh, axis) if name != rules.name]
     remedy = (
         f"add a rule that shards one of these over {axis!r}, take {axis!r} out of the mesh, or say allow_replicated ="
-        " true"
+        " true" + (f"; of the shipped rule sets {', '.join(map(repr, others))} would use {axis!r}" if others else "")
     )
     return RuleError("\n".join(lines), value=dict(mesh.axes), place=f"rule set {rules.name!r}", remedy=remedy)
 
 
-def _why_idle(rule: Rule, axis: str, decisions: Decisions) -> str:
+def _users_of(mesh: MeshShape, axis: str) -> tuple[str, ...]:
+    """Returns the names of the shipped rule sets that shard parameters over an axis of this role."""
+    role = mesh.roles.role(axis)
+    sets = (load_rules(name) for name in available())
+    return tuple(rules.name for rules in sets if any(role in rule.axes for rule in rules.rules))
+
+
+def _why_idle(rule: Rule, axis: str, mesh: MeshShape, decisions: Decisions) -> str:
     """Says why a rule shards nothing over an axis."""
     mine = [decision for decision in decisions.params.values() if decision.matched == rule.name]
     if not mine:
         return "matches none of them first"
     count = f"{len(mine)} parameter{'s' if len(mine) > 1 else ''}"
-    if rule.replicates:
+    if rule.replicates and not rule.store:
         return f"replicates {count} on purpose"
-    if axis not in rule.axes:
+    if axis not in mesh.meant(rule.axes):
         return f"matches {count}, and does not name {axis!r}"
     noted = next((decision for decision in mine if decision.note), mine[0])
     return f"matches {count}, and none of them can be split" + (f"; {noted.path}: {noted.note}" if noted.note else "")

@@ -15,6 +15,8 @@ Layers decide in program order, each its weight first:
    class, so that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section
    3).
 
+What rules store over further axes is added last (`storing`).
+
 A local class is a default, so a rule that replicates, or has `ties="hard"`, takes no axis from other layers.
 """
 
@@ -22,10 +24,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from splitjax.mesh import MeshShape
+from splitjax.rules.decisions import Axes, Decisions, ParameterDecision
 from splitjax.rules.match import (
     axes_text,
     candidates,
@@ -38,46 +41,12 @@ from splitjax.rules.match import (
 )
 from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
 from splitjax.rules.ruleset import RuleSet
+from splitjax.rules.storing import store
 from splitjax.trace.graph import Graph, Leaf
 
-Axes = tuple[str, ...]  # of size above 1, major first; () is whole
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterDecision:
-    """Records what became of one parameter.
-
-    - `path`: its path.
-    - `kind`: the kind of its layer.
-    - `axes`: per dim the axes of size above 1 that split it, major first.
-    - `rule`: what the plan shows as its rule.
-    - `note`: what the plan says besides.
-    - `matched`: the name of the first rule that matches, or None.
-    - `problem`: "misfit": the rule matched and no alternative fits; "conflict": a tie outvotes an explicit rule;
-      else "".
-    """
-
-    path: str
-    kind: str
-    axes: tuple[Axes, ...]  # per dim
-    rule: str  # what the plan shows
-    note: str
-    matched: str | None  # name of the first rule that matches
-    problem: str = ""  # "misfit": the rule matched and no alternative fits; "conflict": a tie outvotes an explicit rule
-
-
-@dataclasses.dataclass(frozen=True)
-class Decisions:
-    """Holds the decisions on all parameters in graph order, and the hard classes for what follows them.
-
-    - `params`: path -> decision.
-    - `classes`: hard label -> axes.
-    - `owners`: hard label -> path of the first parameter that has it.
-    """
-
-    params: Mapping[str, ParameterDecision]
-    classes: Mapping[int, Axes]  # hard label -> axes
-    owners: Mapping[int, str]  # hard label -> path of the first parameter that has it
+# How tracing names the dim of a weight that holds experts. They are distributed as their own rule says, and not as the
+# layer is split that deals tokens out to them.
+EXPERT = "expert"
 
 
 class _Choice(NamedTuple):
@@ -144,7 +113,8 @@ def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
             _settle(work, leaf, ())
     owners = {label: paths[0] for label, paths in work.by_hard.items()}
     classes = {label: choice.axes for label, choice in work.chosen.items()}
-    return Decisions({path: work.done[path] for path in work.params}, classes, owners)
+    computed = Decisions({path: work.done[path] for path in work.params}, classes, owners)
+    return store(graph, work.rules, mesh, computed)
 
 
 def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
@@ -224,6 +194,8 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
     dims = [dim for dim, own in work.local(target).items() if own == label and hard[dim] not in work.chosen]
     if by_name:  # a square recurrent kernel may have both dims in the class: its columns go with the columns
         dims.sort(key=lambda dim: dim_text(target, dim) != dim_text(source, source_dim))
+    elif dim_text(source, source_dim) != EXPERT:  # the columns of a router, which are one for each expert
+        dims = [dim for dim in dims if dim_text(target, dim) != EXPERT]
     for dim in dims:
         if _illegal(work, {hard[dim]: choice.axes}) is None:
             work.chosen[hard[dim]] = choice
@@ -295,7 +267,7 @@ def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]
     """Returns the axes per dim that an alternative means for a parameter, or why it does not fit."""
     picked: dict[int, Axes] = {}
     for ref, names in sorted(alternative, key=lambda pair: pair[0] == LARGEST):  # the largest of what the others leave
-        axes = work.mesh.present(names)
+        axes = work.mesh.meant(names)
         dims = [dim for dim in candidates(leaf, ref) if dim not in picked]
         refusals = []
         for dim in dims:

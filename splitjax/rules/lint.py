@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from splitjax.mesh import KNOWN_AXES, MODEL, MeshShape
-from splitjax.rules.assign import LARGE_BYTES, dead_rules, idle_axes, unknown_axes
-from splitjax.rules.decide import Decisions, decide
+from splitjax.mesh import MeshShape
+from splitjax.roles import KNOWN_AXES, ROLE_NAMES, Role
+from splitjax.rules.assign import LARGE_BYTES, dead_rules, idle_axes, refused_roles, unknown_axes
+from splitjax.rules.decide import decide
+from splitjax.rules.decisions import Decisions
 from splitjax.rules.match import axes_text, first_match, glob_pattern, matches, named_params, param_kinds
 from splitjax.rules.rule import LARGEST, Rule, closest
 from splitjax.rules.ruleset import RuleSet
@@ -57,16 +59,20 @@ def lint(
     if graph is not None:
         findings += _matching(rules, graph, {finding.rule for finding in findings if finding.check == "shadowed"})
     unknown = unknown_axes(rules, shape) if shape is not None else []
-    for rule, error in unknown:
+    for rule, refusal in unknown:
         findings.append(
             Finding(
                 "error",
                 rule.name if rule else "",
-                error.message,
+                refusal.message,
                 "add the axis to the mesh, or name another one",
                 "unknown axis",
             )
         )
+    if shape is not None and not unknown:
+        refused = refused_roles(rules, shape)
+        if refused is not None:
+            findings.append(Finding("error", "", refused.message, refused.remedy or "", "roles"))
     if shape is None:
         findings += _foreign_axes(rules)
     if graph is not None and shape is not None and not unknown:
@@ -106,7 +112,7 @@ def _static(rules: RuleSet) -> Iterator[Finding]:
                         f"use one of {', '.join((*DIM_NAMES, LARGEST))}, or a position",
                         "unknown dim",
                     )
-    if not rules.allow_replicated and all(rule.replicates for rule in rules.rules):
+    if not rules.allow_replicated and all(rule.replicates and not rule.store for rule in rules.rules):
         yield Finding(
             "warning",
             "",
@@ -120,12 +126,12 @@ def _foreign_axes(rules: RuleSet) -> Iterator[Finding]:
     """Yields the axes that a mesh has to have for the rules."""
     for rule in rules.rules:
         for axis in rule.axes:
-            if axis not in KNOWN_AXES and axis not in rules.axes:
+            if axis not in (*KNOWN_AXES, *ROLE_NAMES) and axis not in rules.axes:
                 yield Finding(
                     "info",
                     rule.name,
-                    f"{axis!r} has to be an axis of the mesh{closest(axis, KNOWN_AXES)}",
-                    f"only {' and '.join(KNOWN_AXES)} may be absent",
+                    f"{axis!r} has to be an axis of the mesh{closest(axis, (*KNOWN_AXES, *ROLE_NAMES))}",
+                    f"only {' and '.join(KNOWN_AXES)} and roles ({', '.join(ROLE_NAMES)}) may be absent",
                     "unknown axis",
                 )
 
@@ -244,12 +250,13 @@ def _placing(rules: RuleSet, graph: Graph, mesh: MeshShape) -> Iterator[Finding]
 
 
 def _large(by_name: dict[str, Rule], graph: Graph, mesh: MeshShape, decisions: Decisions) -> Iterator[Finding]:
-    """Yields the large parameters that every device of the axis `model` holds whole."""
-    if mesh.size(MODEL) == 1:
+    """Yields the large parameters that every device of an axis for tensors holds whole."""
+    axes = mesh.present(mesh.roles.having(Role.TENSOR))
+    if not axes:
         return
     for leaf in graph.params:
         decision = decisions.params[leaf.path]
-        if leaf.num_bytes <= LARGE_BYTES or any(MODEL in axes for axes in decision.axes):
+        if leaf.num_bytes <= LARGE_BYTES or any(set(axes) & set(own) for own in decision.axes):
             continue
         rule = by_name.get(decision.matched or "")
         on_purpose = rule is not None and rule.replicates
@@ -257,7 +264,7 @@ def _large(by_name: dict[str, Rule], graph: Graph, mesh: MeshShape, decisions: D
             "info" if on_purpose else "warning",
             decision.matched or "",
             f"{leaf.path} ({leaf.num_bytes / 2**20:.1f} MiB, {decision.kind}) is on each of the"
-            f" {axes_text(mesh, (MODEL,))} devices",
+            f" {axes_text(mesh, axes)} devices",
             "it is replicated on purpose" if on_purpose else "add a rule or an alternative that fits it",
             "replicated",
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.rules.rule import LARGEST, DimRef, Rule, Shape
-from splitjax.trace.graph import Graph, Leaf
+from splitjax.trace.graph import Dim, Graph, Leaf
 
 
 @functools.cache
@@ -128,6 +128,45 @@ def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
     if ref == LARGEST:
         return sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
     return [dim for dim, name in enumerate(leaf.dim_names) if name == ref]
+
+
+def whole_dims(graph: Graph, leaf: Leaf, dims: Sequence[Dim]) -> dict[int, int]:
+    """Finds the dims of a parameter that are a dim of an operand made of it, each with its position there.
+
+    **Arguments:**
+
+    - `graph`: the traced step.
+    - `leaf`: the parameter.
+    - `dims`: of the operand, which may be a slice of the parameter, or a reshape of it.
+
+    A dim that a reshape joined with a later one is the major part of that dim.
+    """
+
+    def local(dim: Dim) -> Dim:
+        return tuple(graph.local[atom] for atom in dim)
+
+    own, operand = [local(dim) for dim in leaf.dims], [local(dim) for dim in dims]
+    positions: dict[int, int] = {}
+    for dim, labels in enumerate(own):
+        alike = [d for d, beside in enumerate(own) if beside[:1] == labels[:1]]
+        places = [p for p, there in enumerate(operand) if there[:1] == labels[:1]]
+        # Both dims of a square kernel may be in one class: they are in the order of the parameter.
+        position = places[alike.index(dim)] if labels and len(places) == len(alike) else None
+        if position is not None and operand[position][: len(labels)] == labels:
+            positions[dim] = position
+    return positions
+
+
+def mapped_dims(graph: Graph, leaf: Leaf) -> tuple[int, ...]:
+    """Finds the dims of the parameter `leaf` of `graph` that are dims of the operand wherever it meets examples: along
+    these it can be gathered, and its gradient summed, as the operation needs it. The dim that a loop slices is none of
+    them."""
+    operands = [use.weight_dims for use in graph.uses if use.param == leaf.path and not use.backward]
+    operands += [spread.dims for spread in graph.spreads if spread.param == leaf.path]
+    everywhere = set(range(len(leaf.shape)))
+    for dims in operands:
+        everywhere &= set(whole_dims(graph, leaf, dims))
+    return tuple(sorted(everywhere))
 
 
 def divides(sizes: Sequence[int], num: int) -> bool:

@@ -42,11 +42,14 @@ class Rule:
     - `regex`: regular expression, searched anywhere in the path.
     - `shape`: sizes per dim; None (in TOML `"*"`) is any size, one `...` (`"..."`) any number of dims.
     - `min_size`, `max_size`: number of elements, both inclusive.
-    - `shard`: alternatives in order of preference, each a mapping from a dim reference to a mesh axis or several;
-      one mapping alone is one alternative, an empty mapping replicates on purpose. Stored as tuples of pairs.
+    - `shard`: over which axes the parameter is computed: alternatives in order of preference, each a mapping from a
+      dim reference to a mesh axis or a role, or several; one mapping alone is one alternative, an empty mapping
+      replicates on purpose. Stored as tuples of pairs.
     - `ties`: `"local"` spreads the axis to parameters of other layers in the same local class (column then row),
       `"hard"` keeps to shared storage, and neither gives nor takes the axis between layers.
     - `source`: where the rule comes from: a paper and section.
+    - `store`: axes or roles over which the parameter is stored in parts besides, and gathered where it is used: one, or
+      several.
 
     Raises `RuleError` for a value of the wrong type or an unknown kind, an invalid pattern, or alternatives that
     can never apply.
@@ -62,6 +65,7 @@ class Rule:
     shard: Any = ()
     ties: str = "local"
     source: str = ""
+    store: Any = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -97,6 +101,7 @@ class Rule:
         object.__setattr__(self, "kind", _kinds(self.name, self.kind))
         object.__setattr__(self, "shape", _shape(self.name, self.shape))
         object.__setattr__(self, "shard", _alternatives(self.name, self.shard))
+        object.__setattr__(self, "store", _store(self.name, self.store))
         _check_regex(self.name, self.regex)
         _check_sizes(self.name, self.min_size, self.max_size)
 
@@ -118,8 +123,9 @@ class Rule:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that the rule names, in order of appearance."""
-        return tuple(dict.fromkeys(axis for alternative in self.shard for _, axes in alternative for axis in axes))
+        """The mesh axes and roles that the rule names, in order of appearance: those over which it computes first."""
+        computed = (axis for alternative in self.shard for _, axes in alternative for axis in axes)
+        return tuple(dict.fromkeys((*computed, *self.store)))
 
     @property
     def matchers(self) -> str:
@@ -229,6 +235,16 @@ def _check_sizes(name: str, smallest: Any, largest: Any) -> None:
             smallest,
             "exchange the two",
         )
+
+
+def _store(name: str, store: Any) -> tuple[str, ...]:
+    """Validates the axes over which a rule stores parameters and returns them as a tuple."""
+    several = (store,) if isinstance(store, str) else store
+    if not isinstance(several, Sequence) or not all(isinstance(axis, str) and axis for axis in several):
+        _fail(name, "store", "store is a mesh axis or a role, or a list of them", store, 'write store = "storage"')
+    if len(set(several)) < len(several):
+        _fail(name, "store", "a parameter is stored over one axis twice", store, "name every axis once")
+    return tuple(several)
 
 
 def _alternatives(name: str, shard: Any) -> tuple[Alternative, ...]:

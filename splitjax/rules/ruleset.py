@@ -16,6 +16,8 @@ from typing import Any
 
 from splitjax._registry import NamedRegistry, is_reference, load_reference
 from splitjax.errors import RuleError, UnavailableError
+from splitjax.mesh import MeshShape
+from splitjax.roles import Role
 from splitjax.rules.rule import Mistake, Rule, closest
 
 BATCH: tuple[str, ...] = ("all", "data")
@@ -31,19 +33,19 @@ class RuleSet:
     - `name`: what plans and errors call it.
     - `rules`: the rules, each name once.
     - `replicated_batch`: where the batch of replicated layers goes: `"all"` spreads it over every mesh axis,
-      `"data"` over the axis `data` only.
+      `"data"` over the axes of the roles data and storage only; a list of axes or roles over those.
     - `description`, `source`: text for people.
     - `allow_replicated`: whether leaving every parameter whole is what the set is for.
     - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at
       `"dense"`: one of its names.
-    - `axes`: axes, besides every one other than `data`, over which some parameter has to be sharded.
+    - `axes`: axes or roles, besides every axis of another role than data, over which some parameter has to be sharded.
 
     Raises `RuleError` for a value of the wrong type, or a rule name that occurs twice.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
-    replicated_batch: str = "all"
+    replicated_batch: str | tuple[str, ...] = "all"
     description: str = ""
     source: str = ""
     allow_replicated: bool = False
@@ -56,11 +58,16 @@ class RuleSet:
         for key in ("description", "source", "sync"):
             if not isinstance(getattr(self, key), str):
                 self._fail(key, f"{key} is text", "write it in a string")
-        if self.replicated_batch not in BATCH:
+        batch = self.replicated_batch
+        if not isinstance(batch, str) and isinstance(batch, (list, tuple)):
+            batch = tuple(batch)
+            object.__setattr__(self, "replicated_batch", batch)
+        named = isinstance(batch, tuple) and all(isinstance(axis, str) and axis for axis in batch)
+        if not named and batch not in BATCH:
             self._fail(
                 "replicated_batch",
-                f"replicated_batch is one of {', '.join(BATCH)}",
-                'write replicated_batch = "all" or "data"',
+                f"replicated_batch is one of {', '.join(BATCH)}, or a list of mesh axes and roles",
+                'write replicated_batch = "all", "data" or ["data", "storage", "expert"]',
             )
         if not isinstance(self.allow_replicated, bool):
             self._fail("allow_replicated", "allow_replicated is true or false", "write allow_replicated = true")
@@ -81,6 +88,32 @@ class RuleSet:
                     remedy="give every rule its own name, so that a plan can say which one decided",
                 )
             seen.add(rule.name)
+
+        crossing = next((rule for rule in self.rules if rule.shard and rule.store), None)
+        if crossing is not None and self.replicated_batch == "all":
+            raise Mistake(
+                "a weight is computed over some axes and stored over others only where the devices of the first share"
+                f" their examples, and under this batch every device has its own (rule {crossing.name!r})",
+                value=self.replicated_batch,
+                owner=f"rule set {self.name!r}",
+                key="replicated_batch",
+                remedy='write replicated_batch = "data", or a list of axes and roles',
+            )
+
+    def batch_axes(self, mesh: MeshShape) -> tuple[str, ...]:
+        """Returns the axes of `mesh`, of a size above 1, over which the set lays the batch of replicated layers. Raises
+        `MeshError` for an axis that the mesh lacks."""
+        if self.replicated_batch == "all":
+            return mesh.present(mesh.names)
+        named = (Role.DATA, Role.STORAGE) if self.replicated_batch == "data" else self.replicated_batch
+        wanted = mesh.meant(tuple(map(str, named)))
+        return tuple(axis for axis in mesh.names if axis in wanted)
+
+    @property
+    def batch_mode(self) -> str:
+        """Returns what plans say of `replicated_batch`: "all", or "data" where the batch does not lie over every axis
+        on principle."""
+        return "all" if self.replicated_batch == "all" else "data"
 
     def _fail(self, key: str, message: str, remedy: str) -> None:
         raise Mistake(message, value=getattr(self, key), owner=f"rule set {self.name!r}", key=key, remedy=remedy)

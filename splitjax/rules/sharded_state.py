@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.rules.assign import spec_entry
-from splitjax.rules.match import axes_text, dim_text
-from splitjax.trace.graph import Dim, Graph, Leaf
+from splitjax.rules.match import axes_text, dim_text, mapped_dims
+from splitjax.trace.graph import Graph, Leaf
 
 Axes = tuple[str, ...]
 Entries = tuple[Axes, ...]  # per dim its axes, major first
@@ -45,7 +45,7 @@ def shard_state(
     out: list[LeafPlan] = []
     for leaf in leaves:
         if leaf.role == "param" and leaf.path in trained and (free := _free(leaf, mesh, batch_axes)):
-            prefer = _mapped(graph, traced[leaf.path])
+            prefer = mapped_dims(graph, traced[leaf.path])
             chosen[leaf.path], missed = spread(leaf.shape, _entries(leaf), free, mesh, prefer)
             note = "; ".join(filter(None, (leaf.note, _missed(traced[leaf.path], missed, mesh, "its gradient"))))
             gradient = tuple(map(spec_entry, chosen[leaf.path]))
@@ -92,33 +92,6 @@ def spread(
     return entries, tuple(axis for axis in free if axis in missed or len(free) == 1)
 
 
-def whole_dims(graph: Graph, leaf: Leaf, dims: Sequence[Dim]) -> dict[int, int]:
-    """Finds the dims of a parameter that are a dim of an operand made of it, each with its position there.
-
-    **Arguments:**
-
-    - `graph`: the traced step.
-    - `leaf`: the parameter.
-    - `dims`: of the operand, which may be a slice of the parameter, or a reshape of it.
-
-    A dim that a reshape joined with a later one is the major part of that dim.
-    """
-
-    def local(dim: Dim) -> Dim:
-        return tuple(graph.local[atom] for atom in dim)
-
-    own, operand = [local(dim) for dim in leaf.dims], [local(dim) for dim in dims]
-    positions: dict[int, int] = {}
-    for dim, labels in enumerate(own):
-        alike = [d for d, beside in enumerate(own) if beside[:1] == labels[:1]]
-        places = [p for p, there in enumerate(operand) if there[:1] == labels[:1]]
-        # Both dims of a square kernel may be in one class: they are in the order of the parameter.
-        position = places[alike.index(dim)] if labels and len(places) == len(alike) else None
-        if position is not None and operand[position][: len(labels)] == labels:
-            positions[dim] = position
-    return positions
-
-
 def _trained(graph: Graph) -> frozenset[str]:
     """Finds the parameters that the step updates: a boundary differentiates them, or optimizer state follows them."""
     return frozenset(gradient.param for gradient in graph.gradients) | {
@@ -135,17 +108,6 @@ def _free(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str]) -> Axes:
 def _entries(leaf: LeafPlan) -> Entries:
     """Returns the axes per dim of a planned leaf."""
     return tuple(spec_axes((entry,)) for entry in (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))))
-
-
-def _mapped(graph: Graph, leaf: Leaf) -> tuple[int, ...]:
-    """Finds the dims that are dims of the operand wherever it meets examples: along these its gradient can be summed
-    as it appears. The dim that a loop slices is none of them."""
-    operands = [use.weight_dims for use in graph.uses if use.param == leaf.path and not use.backward]
-    operands += [spread.dims for spread in graph.spreads if spread.param == leaf.path]
-    everywhere = set(range(len(leaf.shape)))
-    for dims in operands:
-        everywhere &= set(whole_dims(graph, leaf, dims))
-    return tuple(sorted(everywhere))
 
 
 def _state(

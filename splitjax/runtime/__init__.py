@@ -15,6 +15,8 @@ _PLACES = {
     "JsonLines": "training.metrics",
     "Ledger": "training.ledger",
     "LoopOptions": "training.loop",
+    "NumberGuard": "training.guard",
+    "NumberOptions": "training.guard",
     "Place": "launch.whereabouts",
     "Placement": "training.placing",
     "Profile": "training.profiling",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
@@ -158,7 +159,7 @@ def _renamed(variable: Any, env: dict[Any, Any]) -> Any:
     mesh = getattr(getattr(aval, "sharding", None), "mesh", _NOWHERE)
     if not mesh.empty:
         if AxisType.Manual not in mesh.axis_types:
-            aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            aval = ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
         elif has_explicit(mesh):  # within a shard_map over some of the axes
             aval = aval.update(sharding=NamedSharding(inside_mesh(mesh), PartitionSpec(*(None,) * aval.ndim)))
     is_dropped = isinstance(variable, _compat.DropVar)

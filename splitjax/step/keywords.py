@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from splitjax.sync.scheme import ByRows, Scheme
 
 # The rule sets in `sharding_rules/`. Rules of one's own come as a `RuleSet` or as the path of a TOML file.
-RuleSetName: TypeAlias = Literal["splitbrain", "megatron", "fsdp", "data_parallel", "embedding_owner"]
+RuleSetName: TypeAlias = Literal["splitbrain", "megatron", "transformer", "fsdp", "data_parallel", "embedding_owner"]
+# What a mesh axis is for (`splitjax.roles.Role`).
+RoleName: TypeAlias = Literal["data", "storage", "tensor", "expert", "sequence", "stage"]
 # The schemes that `splitjax.sync` brings, and the choice among them. A scheme of one's own comes as a `Scheme`; by
 # the name that it is registered with it runs too, but type checkers, which find misspelt names, know these names alone:
 # `splitjax.sync.by_name(name)` gives the scheme.
@@ -51,6 +53,7 @@ class ParallelizeOptions(TypedDict, total=False):
     """The keywords of the decorators; `splitjax.parallelize` says what each means."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None
+    roles: Mapping[str, RoleName] | None
     rules: RuleSetName | str | os.PathLike[str] | RuleSet
     group_comm: GroupComm
     sync: SyncName | Scheme | ByRows | Mapping[str, SyncName | Scheme | ByRows]
@@ -70,6 +73,7 @@ class ParallelizeOptions(TypedDict, total=False):
 # Of `splitjax.parallelize`; the others say in which they differ.
 DEFAULTS: ParallelizeOptions = {
     "mesh": None,
+    "roles": None,
     "rules": "splitbrain",
     "group_comm": "auto",
     "sync": "dense",

@@ -71,7 +71,9 @@ def match_states(options: ArgumentRoles, bound: Bound, result: Any) -> dict[int,
             if not outermost:
                 raise _missing(name, bound, number, same or places, leaves)
             chosen = outermost[0]
-        _check(chosen, start, bound, leaves, name)
+        changed = _changed(chosen, start, bound, leaves, name)
+        if changed is not None:
+            raise changed
         matched.update((start + k, chosen.start + k) for k in range(stop - start))
     return matched
 
@@ -98,19 +100,21 @@ def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> boo
     )
 
 
-def _check(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name: str) -> None:
-    """Raises `StateError` where the state called `name` comes back with another shape or dtype."""
+def _changed(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name: str) -> StateError | None:
+    """Makes the error for the state called `name` where it comes back with another shape or dtype; None where it does
+    not."""
     for k, leaf in enumerate(leaves[place.start : place.stop]):
         shape, dtype, _ = bound.signature.avals[start + k]
         if (tuple(leaf.shape), str(leaf.dtype)) != (shape, dtype):
             path = bound.arguments[start + k].path
-            raise StateError(
+            return StateError(
                 f"the state {name!r} comes back changed: {path} goes in as {dtype}{list(shape)} and comes out as "
                 f"{leaf.dtype}{list(leaf.shape)}",
                 value=path,
                 place=place.path,
                 remedy="return the new state with the shapes and dtypes it came with (cast it back, as with .astype)",
             )
+    return None
 
 
 def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], leaves: Sequence[Any]) -> StateError:
@@ -119,10 +123,9 @@ def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], lea
     tree = jax.tree.structure(bound.args[number])
     for place in places:
         if place.tree == tree:  # right structure, wrong arrays: say which
-            try:
-                _check(place, start, bound, leaves, name)
-            except StateError as error:
-                return error
+            changed = _changed(place, start, bound, leaves, name)
+            if changed is not None:
+                return changed
     mine = [a.path for a in bound.arguments[start:stop]]
     return StateError(
         f"the state {name!r} does not come back: no result of the step has its structure "

@@ -204,9 +204,7 @@ def _trace(
 ) -> TracedCall:
     """Traces a step over arrays that name no mesh; where that cannot be done, under the axes of `mesh`, all Auto."""
     try:
-        return *_compat.trace(flat, *leaves), (), True
-    except SplitjaxError:
-        raise
+        return *naming_axes(_compat.trace, None if mesh is None else inside_mesh(mesh))(flat, *leaves), (), True
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
@@ -218,17 +216,30 @@ def _trace(
                 " batch is already the mean over all devices"
             ),
         ) from error
-    except Exception:
-        if mesh is None or mesh.empty:
-            raise
+
+
+def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None) -> Callable[..., Any]:
+    """Returns `fn`, run under the axes of `mesh` where it fails without: it may name them, as in
+    `jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`. None for no mesh."""
+
+    def run(*args: Any) -> Any:
         try:
-            with jax.sharding.use_abstract_mesh(inside_mesh(mesh).abstract_mesh):
-                return *_compat.trace(flat, *leaves), (), True
+            return fn(*args)
         except SplitjaxError:
             raise
-        except Exception:  # it was not for want of a mesh: what is wrong is what JAX said first
-            pass
-        raise
+        except Exception:
+            if mesh is None or mesh.empty:
+                raise
+            try:
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    return fn(*args)
+            except SplitjaxError:
+                raise
+            except Exception:  # it was not for want of a mesh: what is wrong is what JAX said first
+                pass
+            raise
+
+    return run
 
 
 def resized_trace(bound: Bound, retrace: Retrace) -> Resized:

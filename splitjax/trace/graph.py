@@ -91,6 +91,8 @@ class Use:
     - `data_twins`: (site, operand) of products that read the same data: weight gradients.
     - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part.
     - `in_boundary`: whether a `splitjax.value_and_grad` differentiates it, so that lowering says how.
+    - `data_value`: the number of the activations among the step's values: uses that have the same number read the very
+      same value. None where that is not known.
     """
 
     layer: str
@@ -114,6 +116,7 @@ class Use:
     data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()
     weight_dims: tuple[Dim, ...] = ()
     in_boundary: bool = False
+    data_value: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

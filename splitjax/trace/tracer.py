@@ -245,6 +245,7 @@ def _use(
         data_twins=tuple(products.get(data, ())) if use.data is not None else (),
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
         in_boundary=op.inside,
+        data_value=None if use.data is None else data,
     )
 
 

@@ -21,10 +21,10 @@ import numpy as np
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import SplitjaxError, VerificationError
-from splitjax.lower.boundary import is_boundary
-from splitjax.lower.tables.sync_request import DENSE
 from splitjax.plan import Plan
+from splitjax.planning.tables.sync_request import DENSE
 from splitjax.primitives.walk import walk
+from splitjax.step.boundary import is_boundary
 from splitjax.step.options import OptionError
 from splitjax.verify.comparing import TOLERANCE, compare, compared_value, differences_of, is_wrong
 from splitjax.verify.dim_classes import Misfit, analyse

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.partial import device, pays, quality
 from benchmarks.partial import main as partial
-from splitjax.lower.partial.allreduce import sent_bytes
+from splitjax.partial.contributors import sent_bytes
 
 LOSSES = {
     pays.RIVAL: [[(10, 2.0), (20, 1.0)], [(10, 2.0), (20, 1.2)]],

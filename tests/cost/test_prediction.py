@@ -14,6 +14,7 @@ import splitjax
 from benchmarks._changes import differing_fields, dims_by_class, draw_change, full_prediction
 from splitjax.compile.building import plan_request
 from splitjax.cost import Manner
+from splitjax.lower.strategies import CHOOSER
 from splitjax.mesh import MeshShape
 from splitjax.models import build, make_step
 from splitjax.plan import Phase, spec_axes
@@ -36,7 +37,7 @@ MODELS = {
 def draft_of(model, rules):
     step, traced = traced_model(model)
     recipe = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules=rules)._recipe
-    return with_tables(draft_step(traced, MESH, plan_request(recipe, "cpu")), KnownTables())
+    return with_tables(draft_step(traced, MESH, plan_request(recipe, "cpu"), CHOOSER), KnownTables())
 
 
 @functools.cache

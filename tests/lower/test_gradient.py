@@ -14,8 +14,8 @@ import pytest
 from flax.core import freeze
 
 from splitjax.errors import GradientError
-from splitjax.lower.boundary import boundary_forward, boundary_of, expand, is_boundary
 from splitjax.lower.gradient import GradientTypeError, grad, value_and_grad
+from splitjax.step.boundary import boundary_forward, boundary_of, expand, is_boundary
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 X = jnp.linspace(0.0, 2.0, 15).reshape(5, 3)

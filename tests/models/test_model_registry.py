@@ -89,3 +89,14 @@ def test_importing_touches_no_device():
     env = {**os.environ, "JAX_PLATFORMS": "no_such_platform", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     code = "import splitjax.models as m, splitjax.data; m.build('vgg16'); m.build('transformer', library='nnx')"
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=120)
+
+
+@pytest.mark.parametrize("library", models.LIBRARIES)
+def test_counting_parameters_starts_no_backend(library):
+    code = (
+        "from jax._src import xla_bridge\n"
+        "from splitjax import models\n"
+        f"assert models.build('mlp', library={library!r}, features=(4,), input_shape=(2, 2, 1)).num_params() == 70\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitjax import PartialBackprop
-from splitjax.errors import BatchError, PartialError
+from splitjax.errors import BatchError, PartialError, Refusal
 from splitjax.partial import Measured, optimal
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import choose_depths
@@ -113,8 +113,12 @@ def test_with_the_forward_pass_to_pay_even_noise_goes_to_the_last_layers():
 
 
 def test_a_budget_that_no_depths_keep_is_an_error():
+    refusal = optimal_contributors([1.0, 1.0], [1.0, 3.0], 4, 0.5, "here")
+    assert isinstance(refusal, Refusal) and "smaller batch" in refusal.remedy
+    measured = Measured(("l0", "l1"), (1.0, 2.0), 1.0, (1.0, 1.0))
+    request = PartialBackprop(depths="optimal", measured=measured, budget=0.5)
     with pytest.raises(PartialError, match="no depths keep the budget") as caught:
-        optimal_contributors([1.0, 1.0], [1.0, 3.0], 4, 0.5, "here")
+        choose_depths(stages(1, 2, forward=1), request, 4, "here")
     assert "0.812" in str(caught.value) and "smaller batch" in caught.value.remedy
     other = Measured(("x",), (1.0,), 1.0, (1.0,))
     with pytest.raises(PartialError, match="another step"):

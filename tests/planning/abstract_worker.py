@@ -16,6 +16,7 @@ from benchmarks.corpus import cells, steps
 from benchmarks.corpus.canonical import canonical_plan, digest
 from splitjax.compile.building import plan_request
 from splitjax.errors import SplitjaxError
+from splitjax.lower.strategies import CHOOSER
 from splitjax.planning.draft import KnownTables
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import predict
@@ -32,7 +33,7 @@ def plan_cell(cell: cells.Cell, made: steps.Ready) -> str:
     recipe = steps.parallel(cell, made)._recipe
     traced = trace_step(recipe, bind(recipe.fn, recipe.options, made.arguments))
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    draft = with_tables(draft_step(traced, mesh, plan_request(recipe, "cpu")), KnownTables())
+    draft = with_tables(draft_step(traced, mesh, plan_request(recipe, "cpu"), CHOOSER), KnownTables())
     return digest(canonical_plan(predict(draft).to_json()))
 
 

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from splitjax.errors import PlanError, Refusal
+from splitjax.lower.strategies import CHOOSER
 from splitjax.mesh import MeshShape
 from splitjax.planning import group_comm
 from splitjax.planning.draft import Draft
@@ -19,7 +20,7 @@ def draft(monkeypatch):
     monkeypatch.setattr(group_comm, "crosses", lambda draft: True)
     traced = types.SimpleNamespace(graph=types.SimpleNamespace(num_boundaries=1))
     request = types.SimpleNamespace(rules=load_rules("splitbrain"))
-    return Draft(traced, MeshShape((("data", 2), ("model", 4))), request)
+    return Draft(traced, MeshShape((("data", 2), ("model", 4))), request, CHOOSER)
 
 
 def peak(in_turns_bytes):

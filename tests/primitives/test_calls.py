@@ -16,9 +16,10 @@ from splitjax import _compat
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.microbatch.pairing import pair
 from splitjax.lower.products.interpret import evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import flatten_calls
 from splitjax.mesh import make_mesh
+from splitjax.planning.sites.layout import SiteLayout, StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.primitives.calls import CallKind, bodies, call_body, inline_body, kind_of, names, num_trips
 from splitjax.trace.flatten import flatten
 
@@ -61,7 +62,7 @@ def test_every_inlined_call_is_one_to_all_rooms(name):
     assert all(op.editable for op in flatten(closed).ops)
     assert [op.primitive for op in flatten(closed).ops] == [op.primitive for op in flatten(plain).ops]
     # The step is evaluated with a constraint inside it.
-    layout = StepLayout(make_mesh({"data": 1}), {}, frozenset({(0,)}))
+    layout = StepLayout(MeshContext(make_mesh({"data": 1})), SiteLayout(inside=frozenset({(0,)})))
     expected = product(X, W) + 1
     np.testing.assert_allclose(evaluate(layout, closed, [X, W])[0], expected, rtol=1e-6)
     # Microbatches see the operations inside it.

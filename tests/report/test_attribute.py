@@ -21,10 +21,12 @@ from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.plan import DENSE_GRADIENTS, Collective, Phase, Purpose, PurposeKind
 from splitjax.report.attribute import attribute
-from splitjax.report.evidence import Evidence, name_parts
+from splitjax.report.evidence import Evidence
 from splitjax.report.hlo import CompiledCollective
+from splitjax.report.matching import about
+from splitjax.report.op_names import name_parts
 from splitjax.report.parts import StepPart
-from splitjax.report.reconcile import about, pair
+from splitjax.report.reconcile import pair
 from splitjax.report.wire import read_module
 from splitjax.step.arguments import argument_names
 from tests.report.programs import BATCH, MESH, RULES, forward, line_of, mean_square, narrow, step_of

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 
 
@@ -46,14 +47,23 @@ class Split:
     """Describes how the batch is cut, and cuts values so.
 
     - `num_microbatches`: N in the module's docstring.
-    - `axes`: the batch axes with their sizes, major first; `manual`: those of them that `shard_map` handles.
-    - `mesh`: the mesh of these axes; None on a single device.
+    - `workers`: over which axes the batch lies, and which of them `shard_map` handles.
+    - `mesh`: with the devices that evaluate it; None before that is known, and on a single device.
     """
 
     num_microbatches: int
-    axes: tuple[tuple[str, int], ...]
-    manual: frozenset[str]
-    mesh: Mesh | None = None
+    workers: Workers
+    mesh: Mesh | AbstractMesh | None = None
+
+    @functools.cached_property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The batch axes with their sizes, major first."""
+        return self.workers.sizes
+
+    @functools.cached_property
+    def manual(self) -> frozenset[str]:
+        """Those of the batch axes that `shard_map` handles."""
+        return frozenset(self.workers.axes) & {name for name, _ in self.axes}
 
     @property
     def num_contributions(self) -> int:

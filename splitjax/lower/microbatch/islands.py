@@ -29,7 +29,7 @@ from splitjax.lower.microbatch.accumulate import LOOP, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
 from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
-from splitjax.lower.products.groups import MeshContext
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.primitives.example_relation import EXAMPLES, SAME
 from splitjax.primitives.walk import Site
 
@@ -62,14 +62,12 @@ class Request:
     - `axes`: the mesh axes of the group.
     - `forward`: the boundary's forward (a closed jaxpr), traced with the examples that one worker has in a microbatch.
     - `split_sites`, `whole_sites`: where split and replicated layers use their weights, within the forward.
-    - `where`: the mesh, and the axes of it that the loop handles.
     """
 
     axes: tuple[str, ...]
     forward: Any
     split_sites: tuple[Site, ...]
     whole_sites: tuple[Site, ...]
-    where: MeshContext
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,17 +135,23 @@ def find_island(
 class Archipelago:
     """Holds the islands of one loop, and runs them.
 
-    - `axes`: the mesh axes of the group. `where`: the mesh, and the axes of it that the loop handles.
+    - `axes`: the mesh axes of the group.
     - `marked`, `evaluator`: those of the trace with one worker's examples.
     - `islands`: the islands by stage. `stage_of`: the stages by node.
     """
 
     axes: tuple[str, ...]
-    where: MeshContext
     marked: Marked
     evaluator: Evaluator
     islands: Mapping[int, Island]
     stage_of: Mapping[int, int]
+
+    @property
+    def where(self) -> MeshContext:
+        """The mesh, and the axes of it that the loop handles: those of the workers but the group's own."""
+        split = self.evaluator.split
+        assert split.mesh is not None, "islands are evaluated on a mesh"
+        return MeshContext(split.mesh, tuple(axis for axis in split.workers.axes if axis not in self.axes))
 
     @property
     def params(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Bind, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import Split
@@ -51,11 +51,11 @@ class PreparedBoundary:
         """Returns the relation of the value `v` to the examples."""
         return self.analysis.infos[v]
 
-    def placed(self, mesh: Mesh, bind: Bind, island_bind: Bind) -> PreparedBoundary:
+    def placed(self, mesh: Mesh | AbstractMesh, bind: Bind, island_bind: Bind) -> PreparedBoundary:
         """Returns the same boundary on a mesh.
 
-        **Arguments:** `mesh`: of the evaluation; the boundary may have been prepared for one without devices. `bind`,
-        `island_bind`: evaluate the equations of the loop, and those in islands."""
+        **Arguments:** `mesh`: of the evaluation; the boundary was prepared without devices. `bind`, `island_bind`:
+        evaluate the equations of the loop, and those in islands."""
 
         def on_mesh(evaluator: Evaluator, its_bind: Bind) -> Evaluator:
             split = dataclasses.replace(evaluator.split, mesh=mesh)
@@ -63,7 +63,6 @@ class PreparedBoundary:
 
         islands = self.islands and dataclasses.replace(
             self.islands,
-            where=dataclasses.replace(self.islands.where, mesh=mesh),
             evaluator=on_mesh(self.islands.evaluator, island_bind),
         )
         return dataclasses.replace(self, evaluator=on_mesh(self.evaluator, bind), islands=islands)

@@ -1,15 +1,16 @@
 """Accumulates gradients over microbatches without changing the numbers, with one gradient exchange.
 
-`expand_microbatches` evaluates a boundary (see `boundary.py`) in N microbatches. The forward is given twice, traced at
-the whole batch and at what one microbatch of one worker has (`local_examples`). Then
+`prepare` analyses a boundary (see `boundary.py`) that is to run in N microbatches, `loop.PreparedBoundary` evaluates
+it. The forward is given twice, traced at the whole batch and at what one microbatch of one worker has
+(`local_examples`). Then
 
 1. `pairing` reads both jaxprs as one program: dims and literals that differ come from the number of examples;
 2. `classify` finds how every value relates to the examples: the same for all, a slice of the batch, or a sum over it;
 3. before the loop, what does not depend on differentiated operands is computed for the whole batch where it mixes
    examples or makes them (a mask's sum, random bits);
 4. the loop takes the gradient of each microbatch's contribution, with the whole batch's literals and denominators. It
-   runs in a `shard_map` that is manual over `manual_axes` only, so that contributions stay on their worker and are
-   exchanged once, after it;
+   runs in a `shard_map` that is manual over the axes of the workers only, so that contributions stay on their worker
+   and are exchanged once, after it;
 5. after it, auxiliary results that are not linear in sums over examples are computed from the totals.
 
 A loss that is not a sum over examples up to linear operations (batch norm, in-batch contrast, a logarithm of a mean) is
@@ -19,60 +20,48 @@ a `MicrobatchError` naming the operation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import Boundary, boundary_of, expand
-from splitjax.lower.microbatch.accumulate import Bind, Evaluator, plain_bind
+from splitjax.lower.microbatch.accumulate import Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
 from splitjax.lower.microbatch.islands import Archipelago, Request, find_island, stages
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, mark
-from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
+from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
-from splitjax.lower.microbatch.places import Runner, WorkerLoops
-from splitjax.mesh import MeshShape
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import EXAMPLES, LATER, Batch, Info, Reason
+from splitjax.step.boundary import Boundary, boundary_of
 
 
-def local_examples(
-    num_examples: int,
-    num_microbatches: int,
-    batch_axes: Sequence[str],
-    mesh: Mesh | None,
-    manual_axes: Sequence[str] = (),
-) -> int | Refusal:
+def local_examples(num_examples: int, num_microbatches: int, workers: Workers) -> int | Refusal:
     """Returns how many examples the local forward must be traced with.
 
-    These are the examples of a microbatch on a worker along the manual axes (but never a single one, with which JAX may
-    trace other operations).
+    These are the examples of a microbatch on a worker (but never a single one, with which JAX may trace other
+    operations).
 
     **Arguments:**
 
     - `num_examples`: those of the whole batch. `num_microbatches`: into how many parts a worker's share is cut.
-    - `batch_axes`: the axes of `mesh` over which the example dim is split, major first.
-    - `mesh`: None for a single device.
-    - `manual_axes`: those of the batch axes that are passed to `expand_microbatches` as such.
+    - `workers`: who share the batch.
 
     Returns a refusal if the batch does not divide, naming the nearest sizes that do.
     """
-    shape = MeshShape.of(mesh) if mesh is not None else None
-    num_workers = 1 if shape is None else shape.size(tuple(batch_axes))
-    unit = num_workers * num_microbatches
+    num_parts = workers.num_batch_parts
+    unit = num_parts * num_microbatches
     if num_examples % unit or num_examples < unit:
         below, above = num_examples // unit * unit, -(-num_examples // unit) * unit
         nearest = str(above) if below < unit else f"{below} or {above}"
         return Refusal(
-            f"a batch of {num_examples} examples does not divide into {num_microbatches} microbatches on {num_workers}"
+            f"a batch of {num_examples} examples does not divide into {num_microbatches} microbatches on {num_parts}"
             " workers",
             value=num_examples,
             place="microbatches",
             remedy=f"use a batch of {nearest} examples, or another number of microbatches",
         )
-    num_local = _run_examples(num_examples, num_microbatches, mesh, manual_axes)
+    num_local = _run_examples(num_examples, num_microbatches, workers)
     return num_local if num_local > 1 else 2 if num_examples != 2 else 4
 
 
@@ -81,25 +70,21 @@ def traced_examples(share: int) -> int:
     return max(share, 2)
 
 
-def _run_examples(num_examples: int, num_microbatches: int, mesh: Mesh | None, manual_axes: Sequence[str]) -> int:
-    """Returns the number of examples that a worker along the manual axes has in a microbatch."""
-    return num_examples // (num_microbatches * (1 if mesh is None else MeshShape.of(mesh).size(tuple(manual_axes))))
+def _run_examples(num_examples: int, num_microbatches: int, workers: Workers) -> int:
+    """Returns the number of examples that a worker has in a microbatch."""
+    return num_examples // (num_microbatches * workers.num_workers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulation:
-    """Says how a boundary's batch is cut into microbatches, and how its equations are evaluated in the loop over them.
+    """Says how a boundary's batch is cut into microbatches.
 
     - `example_dims`: per operand the position of its example dim, or None.
     - `local_forward`: the same boundary's `forward`, traced with `local_examples(...)` examples.
     - `num_microbatches`: into how many parts a worker's share of the batch is cut.
-    - `batch_axes`: the axes of `mesh` over which the example dim is split, major first.
-    - `mesh`: None for a single device.
-    - `manual_axes`: those of the batch axes over which every differentiated operand is replicated: over them the
-      gradient is exchanged once, after the loop. Over the others XLA decides (it may exchange in every iteration).
-    - `bind(eqn, operands, site) -> results`: evaluates one equation, for example with sharding constraints; inside the
-      loop only constraints over axes that are not manual are possible. `site` is as in `primitives.walk`, within the
-      forward.
+    - `workers`: who share the batch, by default a single device. Every differentiated operand is replicated over them:
+      the gradient is exchanged over them once, after the loop. Over the other axes of the batch XLA decides (it may
+      exchange in every iteration).
     - `islands`: for a group of axes over which some differentiated operands are split and others are not: how the
       others' gradients are exchanged once, too.
     - `share`: the number of examples of a worker that does not have an equal part; `local_forward` is then traced with
@@ -109,59 +94,20 @@ class Accumulation:
     example_dims: Sequence[int | None]
     local_forward: Any
     num_microbatches: int
-    batch_axes: Sequence[str] = ()
-    mesh: Mesh | None = None
-    manual_axes: Sequence[str] = ()
-    bind: Bind | None = None
+    workers: Workers = Workers()
     islands: Request | None = None
     share: int | None = None
 
 
-def expand_microbatches(
-    params: dict[str, Any],
-    operands: Sequence[Any],
-    loop: Accumulation,
-    *,
-    eval_forward: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
-    fetches: Mapping[int, MakeFetch] | None = None,
-    known_whole_over: Sequence[str] = (),
-    runner: Runner[WorkerLoops] | None = None,
-) -> list[Any]:
-    """Evaluates a boundary in microbatches; the same results, in the same order, as `boundary.expand`.
-
-    Call it under `jax.jit`.
-
-    **Arguments:**
-
-    - `params`: the boundary equation's parameters, traced with the whole batch; `operands`: its operands.
-    - `loop`: how the batch is cut, and how equations are evaluated.
-    - `eval_forward`: as `boundary.expand`'s, for a boundary that needs no loop (one microbatch without manual axes, no
-      examples).
-    - `fetches`: for operands (by position) whose slices are brought in one microbatch ahead, how.
-    - `runner`: how the loops of the workers along the manual axes run, if not all alike.
-    - `known_whole_over`: batch axes over which slices that are not differentiated (labels) are wanted whole, as split
-      layers see them.
-
-    Raises `MicrobatchError` for a loss that cannot be accumulated.
-    """
-    job = prepare(params, loop) if loop.num_microbatches > 1 or loop.manual_axes else None
-    if isinstance(job, Refusal):
-        raise job.error()
-    if job is None:
-        return expand(params, operands, eval_forward)
-    return job.results(operands, params["positions"], fetches or {}, known_whole_over, runner)
-
-
 def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Refusal | None:
-    """Analyses a boundary for `expand_microbatches`.
+    """Analyses a boundary that is to run in a loop over microbatches.
 
     Returns None where it needs no loop: no operand holds examples, or the loss does not depend on what is
-    differentiated. `params`: the boundary equation's parameters; `loop`: how its batch is cut, and how its equations
-    are evaluated.
+    differentiated. `params`: the boundary equation's parameters, traced with the whole batch; `loop`: how its batch is
+    cut.
 
     Returns a refusal for a loss that cannot be accumulated."""
-    num_microbatches, batch_axes, mesh = loop.num_microbatches, loop.batch_axes, loop.mesh
-    manual_axes, islands, share = loop.manual_axes, loop.islands, loop.share
+    num_microbatches, workers, islands, share = loop.num_microbatches, loop.workers, loop.islands, loop.share
     boundary = boundary_of(params)
     program = pair(boundary.forward, loop.local_forward, boundary.label)
     if isinstance(program, Refusal):
@@ -169,10 +115,8 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Re
     sizes = _sizes(program, loop.example_dims, boundary)
     if sizes is None or isinstance(sizes, Refusal):
         return sizes
-    run = share or _run_examples(sizes[0], num_microbatches, mesh, manual_axes)
-    expected = (
-        traced_examples(share) if share else local_examples(sizes[0], num_microbatches, batch_axes, mesh, manual_axes)
-    )
+    run = share or _run_examples(sizes[0], num_microbatches, workers)
+    expected = traced_examples(share) if share else local_examples(sizes[0], num_microbatches, workers)
     if isinstance(expected, Refusal):
         return expected
     if sizes[1] != expected:
@@ -183,7 +127,6 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Re
             remedy="trace it with as many examples as local_examples says",
         )
     batch = Batch(*sizes, run)
-    split = _split(num_microbatches, batch_axes, manual_axes, mesh)
     analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
     refusal = _no_sum(analysis, boundary, num_microbatches)
     if refusal is not None:
@@ -193,23 +136,18 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Re
     marked = _marked(analysis, batch)
     archipelago = None
     if islands is not None:
-        assert mesh is not None, "islands are over a group of mesh axes"
-        local, manual = pair(boundary.forward, islands.forward, boundary.label), (*manual_axes, *islands.axes)
+        local, finer = pair(boundary.forward, islands.forward, boundary.label), workers.divided(islands.axes)
         if isinstance(local, Refusal):
             return local
-        run = (
-            share // MeshShape.of(mesh).size(tuple(islands.axes))
-            if share
-            else _run_examples(sizes[0], num_microbatches, mesh, manual)
-        )
+        run = share // workers.mesh.size(islands.axes) if share else _run_examples(sizes[0], num_microbatches, finer)
         local_sizes = _sizes(local, loop.example_dims, boundary)
         if isinstance(local_sizes, Refusal):
             return local_sizes
         assert local_sizes is not None, "the same operands hold examples in every trace"
         own = Batch(*local_sizes, run)
-        worker = Evaluator(local, own, _split(num_microbatches, batch_axes, manual, mesh), plain_bind)
+        worker = Evaluator(local, own, Split(num_microbatches, finer), plain_bind)
         archipelago = _archipelago(islands, boundary, worker, analysis, marked)
-    evaluator = Evaluator(program, batch, split, loop.bind or plain_bind)
+    evaluator = Evaluator(program, batch, Split(num_microbatches, workers), plain_bind)
     return PreparedBoundary(analysis, marked, evaluator, boundary.holomorphic, archipelago)
 
 
@@ -227,11 +165,7 @@ def _archipelago(
         if stage % 2 == 0
     }
     islands = {stage: island for stage, island in candidates.items() if island is not None}
-    return (
-        Archipelago(request.axes, request.where, _marked(local, worker.batch), worker, islands, stage_of)
-        if islands
-        else None
-    )
+    return Archipelago(request.axes, _marked(local, worker.batch), worker, islands, stage_of) if islands else None
 
 
 def _sizes(
@@ -253,13 +187,6 @@ def _sizes(
         if sizes is None or whole < sizes[0]:
             sizes = whole, part
     return sizes
-
-
-def _split(num_microbatches: int, batch_axes: Sequence[str], manual_axes: Sequence[str], mesh: Mesh | None) -> Split:
-    """Returns how a batch is cut that is split over the batch axes which `mesh` has."""
-    shape = None if mesh is None else MeshShape.of(mesh)
-    axes = () if shape is None else tuple((name, shape.size(name)) for name in shape.present(tuple(batch_axes)))
-    return Split(num_microbatches, axes, frozenset(manual_axes) & {name for name, _ in axes}, mesh)
 
 
 def _operand_infos(program: PairedProgram, boundary: Boundary, batch: Batch) -> list[Info]:
@@ -298,18 +225,3 @@ def _marked(analysis: BodyAnalysis, batch: Batch) -> Marked:
     loss, *aux = analysis.body.outputs
     wants = [(loss, PART)] + [(ref, WHOLE) for ref in aux]
     return mark(analysis, [(ref, form) for ref, form in wants if not isinstance(ref, Const)], batch, top=True)
-
-
-def manual_axes(
-    batch_axes: Sequence[str], mesh: Mesh | MeshShape, differentiated_specs: Sequence[Any]
-) -> tuple[str, ...]:
-    """Returns the batch axes over which no differentiated operand is sharded.
-
-    Over them the gradient can be exchanged once. `batch_axes`: the axes of `mesh` over which the examples are split;
-    `differentiated_specs`: a `PartitionSpec` (or tuple of entries) per differentiated operand.
-    """
-    used: set[str] = set()
-    for spec in differentiated_specs:
-        for entry in spec or ():
-            used.update((entry,) if isinstance(entry, str) else (entry or ()))
-    return tuple(axis for axis in MeshShape.of(mesh).present(tuple(batch_axes)) if axis not in used)

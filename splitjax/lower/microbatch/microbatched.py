@@ -12,35 +12,35 @@ from collections.abc import Collection
 from typing import Any
 
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import boundary_forward
 from splitjax.lower.microbatch.islands import Request
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import (
     Accumulation,
     local_examples,
-    manual_axes,
     prepare,
     traced_examples,
 )
 from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
-from splitjax.lower.products.groups import Copies, MeshContext
+from splitjax.lower.products.groups import Copies
 from splitjax.lower.products.interpret import evaluate_equation
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import BoundaryCall, LoweredStep, Whole, example_dim
-from splitjax.plan import Plan
+from splitjax.lower.way import Whole
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.ways import BoundaryCall, DecidedStep, SumWithin, example_dim
+from splitjax.planning.workers import Workers
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import boundary_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Microbatched:
     """Runs a boundary in a loop over microbatches, with one exchange of gradients behind it.
 
-    - `job`: the analysed boundary. `manual`: the mesh axes that the loop handles itself.
+    - `job`: the analysed boundary.
     - `why`: why it runs so, as a clause.
     """
 
     job: PreparedBoundary
-    manual: tuple[str, ...]
     why: str = ""
     how: str = dataclasses.field(default="microbatches", init=False)
 
@@ -49,17 +49,23 @@ class Microbatched:
         """The number of microbatches."""
         return self.job.split.num_microbatches
 
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker: outside of islands, each
+        device sees all of the worker's examples."""
+        islands, operand = self.job.islands, self.job.analysis.body.inputs[position]
+        return SumWithin.AT_ONCE if islands is not None and operand in islands.params else SumWithin.NEVER
+
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`, whose workers all do the same."""
         return self.run(call, Together())
 
     def run(self, call: BoundaryCall, runner: Runner[WorkerLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the loops of the workers run by `runner`."""
-        return placed(self.job, call, self.manual).results(call.operands, call.eqn.params["positions"], {}, (), runner)
+        return placed(self.job, call).results(call.operands, call.eqn.params["positions"], {}, (), runner)
 
 
 def microbatched(
-    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...]
+    step: DecidedStep, eqn: Any, site: Site, number: int, workers: Workers
 ) -> Microbatched | Whole | Refusal:
     """Prepares a boundary to run in microbatches.
 
@@ -67,22 +73,22 @@ def microbatched(
 
     - `step`: the step around the boundary. `eqn`, `site`: the boundary's equation, and where it stands.
     - `number`: of microbatches.
-    - `manual`: the mesh axes that the loop handles itself.
+    - `workers`: who share the batch, in a loop each.
 
     Returns `Whole` for a boundary that needs no loop, and a refusal where the loss is no sum over examples, or the
     batch does not divide.
     """
-    size = local_examples(step.num_examples, number, step.plan.batch_axes, step.mesh, manual)
+    size = local_examples(step.num_examples, number, workers)
     if isinstance(size, Refusal):
         return size
-    job = _prepared(step, eqn, site, number, manual, size) if number > 1 or manual else None
+    job = _prepared(step, eqn, site, number, workers, size) if number > 1 or workers.axes else None
     if isinstance(job, Refusal):
         return job
-    return Whole("nothing of it holds examples") if job is None else Microbatched(job, manual)
+    return Whole("nothing of it holds examples") if job is None else Microbatched(job)
 
 
 def uneven_jobs(
-    step: LoweredStep, eqn: Any, site: Site, shares: Collection[int], manual: tuple[str, ...]
+    step: DecidedStep, eqn: Any, site: Site, shares: Collection[int], workers: Workers
 ) -> dict[int, PreparedBoundary] | Refusal:
     """Prepares a boundary for workers that have different numbers of examples.
 
@@ -90,14 +96,14 @@ def uneven_jobs(
 
     - `step`: the step around the boundary. `eqn`, `site`: the boundary's equation, and where it stands.
     - `shares`: the numbers of examples that workers have.
-    - `manual`: the mesh axes that the loop handles itself.
+    - `workers`: who share the batch, in a loop each.
 
     Returns the prepared loop by number of examples, in which a number is left out where no loop is needed, or a refusal
     where the loss is no sum over examples.
     """
     jobs: dict[int, PreparedBoundary] = {}
     for share in sorted(set(shares)):
-        job = _prepared(step, eqn, site, 1, manual, traced_examples(share), share)
+        job = _prepared(step, eqn, site, 1, workers, traced_examples(share), share)
         if isinstance(job, Refusal):
             return job
         if job is not None:
@@ -106,47 +112,31 @@ def uneven_jobs(
 
 
 def _prepared(
-    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], size: int, share: int | None = None
+    step: DecidedStep, eqn: Any, site: Site, number: int, workers: Workers, size: int, share: int | None = None
 ) -> PreparedBoundary | Refusal | None:
     """Prepares the boundary `eqn` at `site` to run in `number` microbatches of `size` traced examples. `share`: the
     examples of the place, where places have different numbers of them."""
     twin = step.twin_of(eqn, site, size)
     if isinstance(twin, Refusal):
         return twin
-    islands = _islands(step, eqn, site, number, manual, share)
+    islands = _islands(step, eqn, site, number, workers, share)
     if isinstance(islands, Refusal):
         return islands
     dims = [example_dim(a.aval.shape, b.aval.shape) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-    loop = Accumulation(
-        dims,
-        boundary_forward(twin)[0],
-        number,
-        step.plan.batch_axes,
-        step.mesh,
-        manual_axes=manual,
-        islands=islands,
-        share=share,
-    )
+    loop = Accumulation(dims, boundary_forward(twin)[0], number, workers, islands, share)
     return prepare(eqn.params, loop)
 
 
-def placed(job: PreparedBoundary, call: BoundaryCall, manual: tuple[str, ...]) -> PreparedBoundary:
+def placed(job: PreparedBoundary, call: BoundaryCall) -> PreparedBoundary:
     """Returns a prepared boundary whose equations are evaluated with the layout of a call.
 
-    `job`: the boundary; `call`: its evaluation; `manual`: the mesh axes that the loop handles itself."""
-    prefix, copies = (*call.site, 0), Copies({})
+    `job`: the boundary; `call`: its evaluation."""
+    prefix, copies, manual = (*call.site, 0), Copies({}), job.split.workers.axes
     layout, inside = call.layout, call.layout.without(manual)
     # Nothing is shared inside an island.
     bare = StepLayout(
-        layout.mesh,
-        {},
-        frozenset(),
-        manual=(*manual, *(job.islands.axes if job.islands else ())),
-        names=layout.names,
-        convolutions=layout.convolutions,
-        transforms=layout.transforms,
-        rewritten=layout.rewritten,
-        guarded=layout.guarded,
+        MeshContext(layout.mesh, (*manual, *(job.islands.axes if job.islands else ()))),
+        dataclasses.replace(layout.sites, by_site={}, inside=frozenset(), exchanges={}, sums={}, uses=()),
     )
     return job.placed(
         layout.mesh,
@@ -156,21 +146,19 @@ def placed(job: PreparedBoundary, call: BoundaryCall, manual: tuple[str, ...]) -
 
 
 def _islands(
-    step: LoweredStep, eqn: Any, site: Site, number: int, manual: tuple[str, ...], share: int | None
+    step: DecidedStep, eqn: Any, site: Site, number: int, workers: Workers, share: int | None
 ) -> Request | Refusal | None:
     """Returns what a loop is told of replicated layers whose examples are over the axes that split other layers; None
     where there are none. `share`: the examples of the place, where places have different numbers of them."""
-    plan, layout = step.plan, step.layout
-    prefix = (*site, 0)
-    group = tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in manual)
-    here = [(use.site[len(prefix) :], use.axes) for use in layout.uses if use.site[: len(prefix)] == prefix]
-    crosses = any(exchange.site[: len(prefix)] == prefix for exchange in layout.exchanges.values())
+    prefix, group = (*site, 0), workers.shared_axes
+    here = [(use.site[len(prefix) :], use.axes) for use in step.sites.uses if use.site[: len(prefix)] == prefix]
+    crosses = any(exchange.site[: len(prefix)] == prefix for exchange in step.sites.exchanges.values())
     if not group or not crosses or all(axes for _, axes in here):
         return None
     if share:
-        size = traced_examples(share // plan.mesh.size(group))
+        size = traced_examples(share // workers.devices_each)
     else:
-        size = local_examples(step.num_examples, number, plan.batch_axes, step.mesh, (*manual, *group))
+        size = local_examples(step.num_examples, number, workers.divided(group))
     twin = size if isinstance(size, Refusal) else step.twin_of(eqn, site, size)
     if isinstance(twin, Refusal):
         return twin
@@ -179,17 +167,4 @@ def _islands(
         boundary_forward(twin)[0],
         tuple(at for at, axes in here if axes),
         tuple(at for at, axes in here if not axes),
-        MeshContext(step.mesh, manual),
-    )
-
-
-def whole_axes(plan: Plan, apart: Collection[str] = ()) -> tuple[str, ...]:
-    """Returns the batch axes over which every parameter is whole: over them a loop can exchange gradients once.
-
-    `plan` is the step's; `apart` are the paths of parameters that a loop does not read.
-    """
-    return manual_axes(
-        plan.batch_axes,
-        plan.mesh,
-        [leaf.spec for leaf in plan.leaves if leaf.role == "param" and leaf.path not in apart],
     )

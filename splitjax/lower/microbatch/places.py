@@ -15,12 +15,13 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Env
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.liveness import WHOLE
 from splitjax.lower.microbatch.worker_loop import AnalysedBoundary, Contribution
+from splitjax.planning.workers import Workers
 
 REPLICATED: PartitionSpec = PartitionSpec()
 # ((loss, sums, gradients), unsummed gradients of islands, rows): of one worker, or of all together.
@@ -65,13 +66,13 @@ class RunnableLoops(Protocol):
     """The loops of all workers, as a `Runner` sees them: `WorkerLoops`, or what stands in for them."""
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the workers, major first."""
+    def workers(self) -> Workers:
+        """The workers."""
         ...
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh of these axes."""
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh that they lie on."""
         ...
 
     @property
@@ -136,14 +137,9 @@ class WorkerLoops:
         return self.job.split
 
     @property
-    def manual(self) -> tuple[tuple[str, int], ...]:
-        """The axes of the workers, with their sizes."""
-        return tuple((name, size) for name, size in self.split.axes if name in self.split.manual)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes of the workers, major first."""
-        return tuple(name for name, _ in self.manual)
+    def workers(self) -> Workers:
+        """The workers whose loops these are."""
+        return self.split.workers
 
     def position(self, v: int) -> int:
         """Returns the position among the boundary's operands that the value `v` has."""
@@ -165,7 +161,7 @@ class WorkerLoops:
                 for v in loop.cuts
             ],
             [fetch.cut(env[v, WHOLE]) for v, fetch in loop.fetches.items()],
-            [jnp.arange(size, dtype=jnp.int32) for _, size in self.manual],
+            [jnp.arange(self.workers.mesh.size(axis), dtype=jnp.int32) for axis in self.workers.axes],
         )
 
     def in_specs(self) -> tuple[list[PartitionSpec], ...]:
@@ -177,7 +173,7 @@ class WorkerLoops:
             [REPLICATED] * len(loop.shared),
             [self.spec(v) for v in loop.cuts],
             [self.spec(v) for v in loop.fetches],
-            [PartitionSpec(name) for name in self.axes],
+            [PartitionSpec(axis) for axis in self.workers.axes],
         )
 
     def row_specs(self) -> tuple[list[PartitionSpec], ...]:
@@ -187,7 +183,7 @@ class WorkerLoops:
 
     def whole_row_specs(self) -> tuple[list[PartitionSpec], ...]:
         """Returns the specs of the same rows on the whole mesh: split over all axes that split the batch."""
-        whole = dataclasses.replace(self.split, manual=frozenset(name for name, _ in self.split.axes))
+        whole = dataclasses.replace(self.split, workers=self.workers.divided(self.workers.shared_axes))
         loop, types = self.contribution, self.job.evaluator.program.types
 
         def spec(v: int) -> PartitionSpec:
@@ -201,7 +197,7 @@ class WorkerLoops:
         return self.job.islands.axes if self.job.islands else ()
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The mesh of the workers."""
         assert self.split.mesh is not None, "workers along manual axes are on a mesh"
         return self.split.mesh
@@ -233,7 +229,7 @@ class WorkerLoops:
                 contribution, chosen=frozenset(v for position, v in known if position in live)
             )
         copies = [self.job.islands.copies(value) for value in island_params] if self.job.islands else []
-        at = {name: place[0] for name, place in zip(self.axes, places, strict=True)}
+        at = {name: place[0] for name, place in zip(self.workers.axes, places, strict=True)}
         (*totals, unsummed), rows = contribution.accumulate((params, copies), constants, scanned, ahead, at)
         return totals, unsummed, rows
 
@@ -253,7 +249,8 @@ class WorkerLoops:
         by_operand |= {v: scaled(v, self._whole(row, v)) for v, row in zip(loop.sliced, grad_rows, strict=True)}
         if islands:
             exchanged = [
-                scaled(v, total) for v, total in zip(loop.on_islands, islands.total(unsummed, self.axes), strict=True)
+                scaled(v, total)
+                for v, total in zip(loop.on_islands, islands.total(unsummed, self.workers.axes), strict=True)
             ]
             by_operand |= {
                 v: by_operand[v] + total if v in by_operand else total
@@ -275,7 +272,7 @@ def over_places(
     run: Callable[..., Any],
     out_specs: Any,
     extra_specs: tuple[Any, ...] = (),
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable[..., Any]:
     """Returns `run(inputs, *extra)` as a `shard_map` over the workers of `places`.
 
@@ -287,7 +284,7 @@ def over_places(
         mesh=mesh or places.mesh,
         in_specs=(places.in_specs(), *extra_specs),
         out_specs=out_specs,
-        axis_names=frozenset(places.axes),
+        axis_names=frozenset(places.workers.axes),
         check_vma=False,
     )
 
@@ -316,14 +313,15 @@ class Together:
 
     def run(self, places: RunnableLoops) -> Sums:
         """Runs the loops `places` and returns the sums over all workers, as `Runner.run`."""
-        if not places.axes:
+        axes = places.workers.axes
+        if not axes:
             return places.at_place(places.inputs())
 
         def run(inputs: tuple[list[Any], ...]) -> Sums:
             totals, unsummed, rows = places.at_place(inputs)
-            return lax.psum(totals, places.axes), [grad[None] for grad in unsummed], rows
+            return lax.psum(totals, axes), [grad[None] for grad in unsummed], rows
 
-        return over_places(places, run, (REPLICATED, PartitionSpec(places.axes), places.row_specs()))(places.inputs())
+        return over_places(places, run, (REPLICATED, PartitionSpec(axes), places.row_specs()))(places.inputs())
 
     def scaled(self, value: Any, position: int) -> Any:
         """Returns the gradient `value` of the operand at `position` as it is."""

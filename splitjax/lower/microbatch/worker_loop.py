@@ -21,6 +21,7 @@ from splitjax.lower.microbatch.classify import BodyAnalysis
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.microbatch.islands import Archipelago
 from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.mesh import platform_of
 from splitjax.primitives.example_relation import PARTIAL, Info
 
 
@@ -141,7 +142,7 @@ class Contribution:
         numbers = jnp.arange(count, dtype=jnp.int32)
         run = functools.partial(self.microbatch, params, constants, places)
         mesh = self.job.split.mesh
-        if count > 1 and mesh is not None and mesh.devices.flat[0].platform == "cpu":
+        if count > 1 and mesh is not None and platform_of(mesh) == "cpu":
             run = with_cpu_layouts(run)
         # XLA's CPU compiler makes convolutions slow that it meets in a loop, if only of one turn
         if not self.fetches and count == 1:

@@ -16,22 +16,10 @@ import jax
 from jax import lax
 
 from splitjax.lower.products.groups import scope
+from splitjax.partial.contributors import handing, in_groups
 
-# A TPU's collectives want groups of equal size. There everybody takes part, with zeros.
-_EQUAL_GROUPS = ("tpu",)
-# Name scopes of the two kinds of collectives, by which `report.evidence` knows them.
+# Name scopes of the two kinds of collectives, by which `report.op_names` knows them.
 SUMMED, HANDED = "summed", "handed"
-
-
-def in_groups(axes: Sequence[str], platform: str) -> bool:
-    """Tells whether only the contributors take part in a sum over workers.
-
-    They make a group of the collective, which can be named along a single mesh axis, on devices that have groups of
-    unequal size.
-
-    **Arguments:** `axes`: the mesh axes of the workers. `platform`: that of the mesh's devices.
-    """
-    return len(axes) == 1 and platform not in _EQUAL_GROUPS
 
 
 def total_of_contributors(
@@ -80,32 +68,3 @@ def _named(what: str, name: str, collective: Callable[..., Any], *operands: Any,
     """Calls a collective in the name scope of what it does (`SUMMED` or `HANDED`) for the parameter `name`."""
     with jax.named_scope(scope(what, name)) if name else contextlib.nullcontext():
         return collective(*operands, **options)
-
-
-def handing(contributors: Sequence[int], num_workers: int) -> list[list[tuple[int, int]]]:
-    """Plans how a sum reaches the workers that lack it.
-
-    **Arguments:** `contributors`: the numbers of the workers that have it. `num_workers`: of all workers.
-
-    Returns rounds of (from, to): in each, every worker that has the sum hands it to a worker that has not.
-    """
-    have, rounds = list(contributors), []
-    lack = [worker for worker in range(num_workers) if worker not in contributors]
-    while lack:
-        pairs = list(zip(have, lack, strict=False))
-        have += [to for _, to in pairs]
-        lack = lack[len(pairs) :]
-        rounds.append(pairs)
-    return rounds
-
-
-def sent_bytes(num_bytes: int, num_contributors: int, num_workers: int) -> tuple[float, float]:
-    """Gives the mean bytes that a worker sends for a value of `num_bytes`: to add it up, and to hand it on.
-
-    **Arguments:** `num_bytes`: of the value. `num_contributors`: the workers that add to it. `num_workers`: of all.
-    """
-    if num_contributors == 0:
-        return 0.0, 0.0
-    return 2 * (num_contributors - 1) * num_bytes / num_workers, (
-        num_workers - num_contributors
-    ) * num_bytes / num_workers

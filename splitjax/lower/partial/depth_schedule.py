@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from splitjax.lower.partial.lowered import Evaluated, Lowered
-from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncated import PartialWays
 from splitjax.lower.partial.truncation import turns_scope
 from splitjax.lower.partial.workers import DispatchedStep, JittedProgram, ProgramMaker
 from splitjax.partial.request import BRANCH
+from splitjax.planning.partial_step import PartialStep
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.lower.products.interpret import Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.tables.sparse import evaluate_sparse
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.way import Ways, hook_of
+from splitjax.lower.way import hook_of
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.ways import Ways
 
 Evaluated = tuple[list[Any], Any, Any]  # flat results, by table what was observed, residuals
 
@@ -39,7 +40,7 @@ class Lowered:
     sparse: SparseStep | None
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which it runs."""
         return self.layout.mesh
 

@@ -11,23 +11,23 @@ numbers.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.errors import PartialError, Refusal
-from splitjax.lower.boundary import Boundary, boundary_of
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums
 from splitjax.lower.products.interpret import evaluate_part
-from splitjax.lower.products.layout import StepLayout
-from splitjax.lower.way import BoundaryCall, example_dim
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.ways import BoundaryCall, SumWithin, example_dim
+from splitjax.planning.workers import Workers
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import Boundary, boundary_of
 from splitjax.trace.flatten import flatten
 
 
@@ -45,20 +45,6 @@ class _Groups:
     fetches: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerMesh:
-    """A mesh and those of its axes that the workers and the batch lie along.
-
-    - `mesh`: the whole mesh.
-    - `axes`: the mesh axes of the workers, major first.
-    - `batch_axes`: all mesh axes that split the batch.
-    """
-
-    mesh: Mesh
-    axes: tuple[str, ...]
-    batch_axes: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnLoss:
     """The places of a boundary whose workers have losses of their own: `RunnableLoops`.
@@ -66,7 +52,7 @@ class OwnLoss:
     - `boundary`: what the boundary differentiates.
     - `forward`: its closed jaxpr for a worker's examples.
     - `site`, `layout`: where it stands in the step, and the constraints by site.
-    - `workers`: the mesh and the axes of the workers.
+    - `workers`: who have losses of their own.
     - `example_dims`: per operand the dim that holds examples; None: none does.
     - `aux_dims`: per auxiliary result the dim that holds examples; None: none does.
     - `operands`: the boundary's; empty once its values are not read.
@@ -77,21 +63,16 @@ class OwnLoss:
     forward: Any
     site: Site
     layout: StepLayout
-    workers: WorkerMesh
+    workers: Workers
     example_dims: tuple[int | None, ...]
     aux_dims: tuple[int | None, ...]
     operands: Sequence[Any] = ()
     island_axes: tuple[str, ...] = ()
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The whole mesh."""
-        return self.workers.mesh
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the workers, major first."""
-        return self.workers.axes
+        return self.layout.mesh
 
     @property
     def contribution(self) -> _Groups:
@@ -105,11 +86,6 @@ class OwnLoss:
             tuple(k for k, dim in enumerate(self.aux_dims) if dim is None),
             tuple(k for k, dim in enumerate(self.aux_dims) if dim is not None),
         )
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def position(self, v: int) -> int:
         """Gives `v`: `contribution` has positions of operands."""
@@ -125,25 +101,25 @@ class OwnLoss:
             of(groups.shared),
             of(groups.cuts),
             [],
-            [jnp.arange(self.mesh.shape[axis], dtype=jnp.int32) for axis in self.axes],
+            [jnp.arange(self.workers.mesh.size(axis), dtype=jnp.int32) for axis in self.workers.axes],
         )
 
     def in_specs(self) -> tuple[list[PartitionSpec], ...]:
         """Gives the specs of `inputs()`: what holds examples is split over the workers."""
         groups = self.contribution
-        cut = [_at(self.example_dims[position], self.axes) for position in groups.cuts]
+        cut = [_at(self.example_dims[position], self.workers.axes) for position in groups.cuts]
         return (
             [REPLICATED] * len(groups.same),
             [],
             [REPLICATED] * len(groups.shared),
             cut,
             [],
-            [PartitionSpec(axis) for axis in self.axes],
+            [PartitionSpec(axis) for axis in self.workers.axes],
         )
 
     def row_specs(self) -> tuple[list[PartitionSpec], ...]:
         """Gives the specs of the auxiliary results that hold examples, split over the workers."""
-        return [_at(self.aux_dims[k], self.axes) for k in self.contribution.stacked], [], []
+        return [_at(self.aux_dims[k], self.workers.axes) for k in self.contribution.stacked], [], []
 
     def whole_row_specs(self) -> tuple[list[PartitionSpec], ...]:
         """Gives the specs of the auxiliary results that hold examples, split over all axes of the batch."""
@@ -171,7 +147,7 @@ class OwnLoss:
         def evaluate(some: list[Any]) -> Any:
             every = values | dict(zip(chosen, some, strict=True))
             value, *aux = evaluate_part(
-                self.layout.without(self.axes),
+                self.layout.without(self.workers.axes),
                 self.forward,
                 [every[position] for position in range(len(every))],
                 (*self.site, 0),
@@ -194,7 +170,11 @@ class OwnLoss:
     def _part(self, value: Any) -> Any:
         """Gives a worker's part of the mean of `value`, or of the sum of whole numbers."""
         value = jnp.asarray(value)
-        return value / jnp.asarray(self.num_workers, value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else value
+        return (
+            value / jnp.asarray(self.workers.num_workers, value.dtype)
+            if jnp.issubdtype(value.dtype, jnp.inexact)
+            else value
+        )
 
     def results(self, runner: Runner[RunnableLoops]) -> list[Any]:
         """Gives the boundary's results, with the loops run by `runner`."""
@@ -209,28 +189,30 @@ class OwnLossWay:
     """Runs a boundary whose workers have losses of their own.
 
     - `boundary`: what the boundary differentiates. `forward`: its closed jaxpr for a worker's examples.
-    - `axes`: the mesh axes of the workers, major first. `batch_axes`: all mesh axes that split the batch.
+    - `workers`: who have losses of their own.
     - `example_dims`, `aux_dims`: per operand and per auxiliary result the dim that holds examples; None: none does.
     """
 
     boundary: Boundary
     forward: Any
-    axes: tuple[str, ...]
-    batch_axes: tuple[str, ...]
+    workers: Workers
     example_dims: tuple[int | None, ...]
     aux_dims: tuple[int | None, ...]
     how: str = dataclasses.field(default="own loss", init=False)
     why: str = dataclasses.field(default="the loss is no sum over examples", init=False)
 
+    def sum_within(self, position: int) -> SumWithin:
+        """Gives how the gradient of the operand at `position` is added up within a worker."""
+        return SumWithin.FIRST
+
     def run(self, call: BoundaryCall, runner: Runner[RunnableLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the workers' losses run by `runner`."""
-        workers = WorkerMesh(call.layout.mesh, self.axes, self.batch_axes)
         own = OwnLoss(
             self.boundary,
             self.forward,
             call.site,
             call.layout,
-            workers,
+            self.workers,
             self.example_dims,
             self.aux_dims,
             call.operands,
@@ -238,14 +220,14 @@ class OwnLossWay:
         return own.results(runner)
 
 
-def own_loss(eqn: Any, twin: Any, axes: tuple[str, ...], batch_axes: tuple[str, ...]) -> OwnLossWay | Refusal:
+def own_loss(eqn: Any, twin: Any, workers: Workers) -> OwnLossWay | Refusal:
     """Prepares a boundary whose workers have losses of their own.
 
     **Arguments:**
 
     - `eqn`: the boundary's equation.
     - `twin`: the same, traced with a worker's examples.
-    - `axes`: the mesh axes of the workers, major first. `batch_axes`: all mesh axes that split the batch.
+    - `workers`: who have losses of their own.
 
     Returns a refusal, a `PartialError`, where the loss draws random numbers, or differentiates examples.
     """
@@ -276,7 +258,7 @@ def own_loss(eqn: Any, twin: Any, axes: tuple[str, ...], batch_axes: tuple[str, 
             remedy='use assignment="temporal", or sync="dense"',
             kind=PartialError,
         )
-    return OwnLossWay(boundary, local.forward, axes, batch_axes, dims, aux)
+    return OwnLossWay(boundary, local.forward, workers, dims, aux)
 
 
 def _at(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:

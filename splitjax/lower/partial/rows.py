@@ -79,7 +79,7 @@ class Given:
     def run(self, places: RunnableLoops) -> Sums:
         """Adds the sums of all `places` up, in a `shard_map` over them."""
         totals, unsummed, rows = self.sums
-        spec = PartitionSpec(places.axes)
+        spec = PartitionSpec(places.workers.axes)
 
         def total(given: Any, cycle_step: Any) -> Any:
             own = jax.tree.map(lambda array: array.reshape(array.shape[1:]), given)
@@ -90,7 +90,7 @@ class Given:
             mesh=places.mesh,
             in_specs=(spec, REPLICATED),
             out_specs=REPLICATED,
-            axis_names=frozenset(places.axes),
+            axis_names=frozenset(places.workers.axes),
             check_vma=False,
         )(totals, self.truncation.cycle_step)
         return added, unsummed, rows
@@ -142,12 +142,10 @@ class RowPrograms:
     @functools.cached_property
     def rows(self) -> tuple[Mesh, ...]:
         """The mesh of every place: its devices, with size 1 along the axes of the places."""
-        names = self.mesh.axis_names
-        moved = np.moveaxis(
-            self.mesh.devices, [names.index(axis) for axis in self.places.axes], range(len(self.places.axes))
-        )
-        shape = tuple(1 if name in self.places.axes else self.mesh.shape[name] for name in names)
-        count = math.prod(self.mesh.shape[axis] for axis in self.places.axes)
+        names, axes = self.mesh.axis_names, self.places.workers.axes
+        moved = np.moveaxis(self.mesh.devices, [names.index(axis) for axis in axes], range(len(axes)))
+        shape = tuple(1 if name in axes else self.mesh.shape[name] for name in names)
+        count = self.places.workers.num_workers
         return tuple(Mesh(devices.reshape(shape), names) for devices in moved.reshape(count, -1))
 
     @functools.cached_property
@@ -176,7 +174,7 @@ class RowPrograms:
     def sum_specs(self, input_specs: Any) -> Any:
         """Gives the specs of the results, on a row's mesh and on the whole mesh alike: gradients lie as their
         parameters do. `input_specs`: of what crosses into the loops, a pytree."""
-        lead, contribution = self.places.axes, self.places.contribution
+        lead, contribution = self.places.workers.axes, self.places.contribution
         return (
             (
                 PartitionSpec(lead),
@@ -203,7 +201,7 @@ class RowPrograms:
 
     def _parts(self, entry: Any) -> int:
         """Counts the places over which a dim is split."""
-        return math.prod(self.mesh.shape[axis] for axis in _axes(entry) if axis in self.places.axes)
+        return math.prod(self.mesh.shape[axis] for axis in _axes(entry) if axis in self.places.workers.axes)
 
     def _local(self, types: Any, specs: Any) -> Any:
         """Gives types on a row's mesh for those on the whole mesh."""
@@ -229,7 +227,7 @@ class RowPrograms:
             )
             return (value[None], [total[None] for total in sums], grads), unsummed, rows
 
-        lead, contribution = PartitionSpec(self.places.axes), self.places.contribution
+        lead, contribution = PartitionSpec(self.places.workers.axes), self.places.contribution
         some = lambda lives: [lead if is_live else None for is_live in lives]
         out_specs = (lead, [lead] * len(contribution.summed), some(same)), some(on_islands), self.places.row_specs()
         return lambda *inputs: over_places(self.places, run, out_specs, mesh=mesh)(inputs)

@@ -19,14 +19,15 @@ from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched, placed, uneven_jobs
 from splitjax.lower.microbatch.places import RunnableLoops, Runner
 from splitjax.lower.partial.own_loss import own_loss
-from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncation import Truncation
 from splitjax.lower.partial.uneven import Balancing
-from splitjax.lower.tables.sparse_step import TableEdit
-from splitjax.lower.tables.table_sync import TableSync
 from splitjax.lower.tables.with_rows import WithRows
-from splitjax.lower.way import BoundaryCall, BoundaryWay, LoweredStep, Ways, Whole, Wrapping, example_dim
+from splitjax.lower.way import Whole, Wrapping
 from splitjax.partial.request import COUNT, LOCAL
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.tables.sparse_step import TableEdit
+from splitjax.planning.tables.table_sync import TableSync
+from splitjax.planning.ways import BoundaryCall, BoundaryWay, DecidedStep, SumWithin, Ways, example_dim
 from splitjax.primitives.walk import Site
 
 MakeRunner = Callable[[Truncation], Runner[RunnableLoops]]
@@ -46,6 +47,10 @@ class WorkerLoopsWay(Protocol):
     @property
     def why(self) -> str:
         """Returns the reason for the choice, as a clause."""
+        ...
+
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker."""
         ...
 
     def run(self, call: BoundaryCall, runner: Any) -> list[Any]:
@@ -86,12 +91,15 @@ class Uneven:
     how: str = dataclasses.field(default="truncated", init=False)
     why: str = dataclasses.field(default="workers have unequal shares", init=False)
 
+    def sum_within(self, position: int) -> SumWithin:
+        """Returns how the gradient of the operand at `position` is added up within a worker."""
+        return self.even.sum_within(position)
+
     def run(self, call: BoundaryCall, runner: Runner[RunnableLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the loops run by `runner`."""
         if not isinstance(self.even, Microbatched):
             return self.even.run(call, runner)
-        manual = self.even.manual
-        jobs = {share: placed(job, call, manual) for share, job in self.jobs.items()}
+        jobs = {share: placed(job, call) for share, job in self.jobs.items()}
         return self.even.run(call, Balancing(runner, jobs, self.num_examples))
 
 
@@ -128,8 +136,8 @@ class Truncated:
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""
-        step, mesh = self.boundary.step, call.layout.mesh
-        own = self.runner(step.truncation(mesh, call.eqn, self.boundary.further, self.cycle_step))
+        step, platform = self.boundary.step, call.layout.where.platform
+        own = self.runner(Truncation.of(step, platform, call.eqn, self.boundary.further, self.cycle_step))
         return self._without_rows_of_others(call.eqn, self.loops.run(call, own))
 
     def _without_rows_of_others(self, eqn: Any, results: list[Any]) -> list[Any]:
@@ -227,6 +235,14 @@ class PartialWays:
         way = self.truncated or self.by_first[min(self.by_first)]
         return self._with(way)
 
+    @property
+    def sums_within(self) -> Mapping[str, SumWithin]:
+        """By parameter, how its gradient is added up within a worker that is a group of devices; nothing for a temporal
+        assignment, whose boundary runs as in full backpropagation."""
+        if self.truncated is None:
+            return {}
+        return {param: self.truncated.loops.sum_within(position) for position, param in self.step.params.items()}
+
     def _with(self, way: BoundaryWay) -> Ways:
         return {**self.full, self.step.site: way if self.edit is None else WithRows(way, self.edit)}
 
@@ -241,7 +257,7 @@ class OrdinaryBoundary:
     - `inner`: how `eqn` runs in full. `way_of`: prepares the same boundary with fewer gradients.
     """
 
-    step: LoweredStep
+    step: DecidedStep
     site: Site
     eqn: Any
     edit: TableEdit | None
@@ -298,7 +314,7 @@ def _truncated(boundary: PartialBoundary, ordinary: OrdinaryBoundary) -> Truncat
         return Truncated(boundary, loops, ids_dims)
     if partial.request.statistics == LOCAL and number == 1 and not partial.examples:
         twin = ordinary.step.twin_of(eqn, ordinary.site, partial.num_examples // partial.depths.num_slots)
-        own = twin if isinstance(twin, Refusal) else own_loss(eqn, twin, partial.axes, ordinary.step.plan.batch_axes)
+        own = twin if isinstance(twin, Refusal) else own_loss(eqn, twin, partial.workers)
         if isinstance(own, Refusal):
             return own
         return Truncated(boundary, own, [None] * len(ordinary.tables))
@@ -318,10 +334,10 @@ def _truncated(boundary: PartialBoundary, ordinary: OrdinaryBoundary) -> Truncat
 def _loops(partial: PartialStep, ordinary: OrdinaryBoundary, number: int) -> WorkerLoopsWay | Refusal:
     """Prepares the loops of workers whose loss is that of the whole batch."""
     step, eqn, site = ordinary.step, ordinary.eqn, ordinary.site
-    jobs = uneven_jobs(step, eqn, site, partial.examples, partial.axes)
+    jobs = uneven_jobs(step, eqn, site, partial.examples, partial.workers)
     if isinstance(jobs, Refusal):
         return jobs
-    even = microbatched(step, eqn, site, number, partial.axes)
+    even = microbatched(step, eqn, site, number, partial.workers)
     if isinstance(even, Refusal) or not partial.examples:
         return even
     return Uneven(even, jobs, partial.num_examples)

@@ -15,12 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Sums, over_places
-from splitjax.lower.partial.allreduce import in_groups, total_of_contributors
+from splitjax.lower.partial.allreduce import total_of_contributors
+from splitjax.partial.contributors import in_groups
 from splitjax.partial.depths import Depths
+from splitjax.planning.partial_step import PartialStep
+from splitjax.planning.workers import Workers
 
 
 def turns_scope(counts: Sequence[int], what: str = "turns") -> str:
@@ -38,8 +41,7 @@ class Truncation:
 
     - `depths`: how far each slot differentiates.
     - `segments`, `params`: by position of a differentiated operand, its segment and the path of its parameter.
-    - `axes`: the mesh axes of the workers, major first.
-    - `mesh`: the whole mesh.
+    - `workers`: who differentiates so far. `platform`: of their devices, such as `cpu`.
     - `cycle_step`: i32[], the step's number in the cycle of the depths.
     - `examples`: by slot its number of examples, where shares are balanced; else empty.
     """
@@ -47,20 +49,26 @@ class Truncation:
     depths: Depths
     segments: Mapping[int, int]
     params: Mapping[int, str]
-    axes: tuple[str, ...]
-    mesh: Mesh
+    workers: Workers
+    platform: str
     cycle_step: Any
     examples: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, step: PartialStep, platform: str, eqn: Any, more: Sequence[str], cycle_step: Any) -> Truncation:
+        """Makes the truncation of a boundary in a step.
+
+        **Arguments:** `step`: its partial backpropagation. `platform`: of the devices. `eqn`, `more`: the boundary's
+        equation and the parameters of its further operands, as for `PartialStep.segments_for`. `cycle_step`: i32[], the
+        step's number in the cycle of the depths.
+        """
+        segments, params = step.segments_for(eqn, more), step.params_for(eqn, more)
+        return cls(step.depths, segments, params, step.workers, platform, cycle_step, step.examples)
 
     @property
     def num_workers(self) -> int:
         """The number of workers, which is that of the slots."""
         return self.depths.num_slots
-
-    @property
-    def platform(self) -> str:
-        """The platform of the mesh's devices, such as `cpu`."""
-        return self.mesh.devices.flat[0].platform
 
     def live(self, first: int) -> frozenset[int]:
         """Gives the positions of the operands that a worker differentiates whose first segment is number `first`."""
@@ -69,8 +77,8 @@ class Truncation:
     def place(self, places: Mapping[str, Any]) -> Any:
         """Gives a worker's number, i32[], from its `places` along the axes, i32[] each."""
         number = jnp.zeros((), jnp.int32)
-        for axis in self.axes:
-            number = number * self.mesh.shape[axis] + places[axis]
+        for axis in self.workers.axes:
+            number = number * self.workers.mesh.size(axis) + places[axis]
         return number
 
     def run(self, places: RunnableLoops) -> Sums:
@@ -87,7 +95,7 @@ class Truncation:
         )
 
         def run(inputs: tuple[list[Any], ...], cycle_step: Any) -> Sums:
-            number = self.place({name: place[0] for name, place in zip(places.axes, inputs[-1], strict=True)})
+            number = self.place({name: place[0] for name, place in zip(self.workers.axes, inputs[-1], strict=True)})
             slot = (number + cycle_step) % self.num_workers if self.depths.request.rotate else number
             offset = offsets[cycle_step % self.depths.num_cycle_steps, number]
             branches = [
@@ -102,7 +110,7 @@ class Truncation:
                 totals, unsummed, rows = lax.switch(table[slot], branches, inputs, offset)
             return self.summed(places, totals, cycle_step), [grad[None] for grad in unsummed], rows
 
-        out_specs = REPLICATED, PartitionSpec(places.axes), places.row_specs()
+        out_specs = REPLICATED, PartitionSpec(self.workers.axes), places.row_specs()
         return over_places(places, run, out_specs, (REPLICATED,))(places.inputs(), self.cycle_step)
 
     def variant(self, slot: int) -> tuple[int, int]:
@@ -124,7 +132,7 @@ class Truncation:
         i32[].
         """
         value, sums, grads = totals
-        value, sums = lax.psum((value, sums), places.axes)
+        value, sums = lax.psum((value, sums), self.workers.axes)
         return value, sums, self.total(grads, [places.position(v) for v in places.contribution.same], cycle_step)
 
     def total(self, values: Sequence[Any], positions: Sequence[int], cycle_step: Any) -> list[Any]:
@@ -141,7 +149,7 @@ class Truncation:
             lambda parts, number=number: self._sums_at(parts, names, members, number)
             for number in range(self.depths.num_cycle_steps)
         ]
-        if len(sums) == 1 or not in_groups(self.axes, self.platform):  # all steps of the cycle are alike
+        if len(sums) == 1 or not in_groups(self.workers.axes, self.platform):  # all steps of the cycle are alike
             values = sums[0](values)
         else:
             with jax.named_scope(turns_scope([1] * len(sums))):
@@ -166,6 +174,6 @@ class Truncation:
             slots = set(self.depths.contributors(segment))
             who = [worker for worker in workers if self.depths.slot(worker, cycle_step) in slots]
             parts, called = [values[k] for k in numbers], [names[k] for k in numbers]
-            sums = total_of_contributors(parts, who, self.axes, self.num_workers, self.platform, called)
+            sums = total_of_contributors(parts, who, self.workers.axes, self.num_workers, self.platform, called)
             results.update(zip(numbers, sums, strict=True))
         return [results[k] for k in range(len(values))]

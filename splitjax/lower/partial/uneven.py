@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
@@ -24,6 +24,7 @@ from splitjax.lower.microbatch.liveness import WHOLE
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 
 
@@ -35,13 +36,13 @@ class UnevenSplit(Split):
     - `share`: the number of its examples.
     - `whole`: that of the whole batch.
     - `offset`: i32[], the number of its first example.
-    - `workers`: the mesh axes of the workers.
+    - `share_axes`: the mesh axes along which each place has a share.
     """
 
     share: int = 0
     whole: int = 0
     offset: Any = 0
-    workers: tuple[str, ...] = ()
+    share_axes: tuple[str, ...] = ()
 
     @property
     def num_contributions(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]  # `Split` counts parts
@@ -50,7 +51,9 @@ class UnevenSplit(Split):
 
     def _sizes(self, inside: bool) -> tuple[int, ...]:
         """Gives the sizes of the axes that divide a worker's share: those that are manual (`inside`), or the rest."""
-        return tuple(size for name, size in self.axes if name not in self.workers and (name in self.manual) == inside)
+        return tuple(
+            size for name, size in self.axes if name not in self.share_axes and (name in self.manual) == inside
+        )
 
     @property
     def held(self) -> tuple[Any, ...]:
@@ -83,7 +86,7 @@ class UnevenSplit(Split):
             return own
         number = jnp.zeros((), jnp.int32)
         for name, size in self.axes:
-            if name in self.manual and name not in self.workers:
+            if name in self.manual and name not in self.share_axes:
                 number = number * size + slot.places[name]
         shape, dim, each = own.shape, layout.dim, self.share // math.prod(parts)
         own = jnp.reshape(own, (*shape[:dim], layout.major, self.share, layout.minor, *shape[dim + 1 :]))
@@ -96,7 +99,7 @@ class UnevenSplit(Split):
         **Arguments:** `layout`: where its examples lie. `whole_size`: of this dim in the whole value (not needed here).
         """
         shape, dim = part.shape, layout.dim
-        sizes = [1 if name in self.workers or name in self.manual else size for name, size in self.axes]
+        sizes = [1 if name in self.share_axes or name in self.manual else size for name, size in self.axes]
         each = self.share // math.prod((*self._sizes(inside=True), *self._sizes(inside=False)))
         return jnp.reshape(part, (*shape[:dim], layout.major, *sizes, each, layout.minor, *shape[dim + 1 :]))
 
@@ -148,12 +151,12 @@ class Balanced:
         return self.places.island_axes
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the places, major first."""
-        return self.places.axes
+    def workers(self) -> Workers:
+        """The workers whose shares differ."""
+        return self.places.workers
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The whole mesh."""
         return self.places.mesh
 
@@ -203,16 +206,15 @@ class Balanced:
         job, split = self.jobs[self.share], self.places.split
         own = UnevenSplit(
             split.num_microbatches,
-            split.axes,
-            split.manual,
+            self.workers,
             split.mesh,
             self.share,
             self.num_examples,
             self.offset,
-            self.axes,
+            self.workers.axes,
         )
         islands = job.islands and dataclasses.replace(
-            job.islands, evaluator=_divided(job.islands.evaluator, own, {*split.manual, *job.islands.axes})
+            job.islands, evaluator=_divided(job.islands.evaluator, own, job.islands.axes)
         )
         job = dataclasses.replace(job, evaluator=dataclasses.replace(job.evaluator, split=own), islands=islands)
         shared = dataclasses.replace(
@@ -225,9 +227,9 @@ class Balanced:
         return (value, [*sums, *(row[0] for row in (*stacked, *sliced))], grads), unsummed, ([], [], [])
 
 
-def _divided(evaluator: Evaluator, split: UnevenSplit, manual: set[str]) -> Evaluator:
-    """Gives the evaluator of an island, in which more axes are manual."""
-    return dataclasses.replace(evaluator, split=dataclasses.replace(split, manual=frozenset(manual)))
+def _divided(evaluator: Evaluator, split: UnevenSplit, axes: tuple[str, ...]) -> Evaluator:
+    """Gives the evaluator of an island over `axes`, along which a worker's examples are divided."""
+    return dataclasses.replace(evaluator, split=dataclasses.replace(split, workers=split.workers.divided(axes)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.rows import Capture, Captured, Given, RowPrograms, Specs
-from splitjax.lower.partial.step import PartialStep
 from splitjax.lower.partial.truncated import PartialWays
+from splitjax.mesh import with_devices
+from splitjax.planning.partial_step import PartialStep
 
 
 class JittedProgram(Protocol):
@@ -129,7 +130,8 @@ class DispatchedStep:
             return captured[-1].places.inputs()
 
         types = jax.eval_shape(inputs, *leaves)
-        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, self.lowered.mesh, types)
+        mesh = with_devices(self.lowered.mesh, "programs of single workers")
+        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, mesh, types)
 
     def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
         """Evaluates the step as far as its boundary, and gives what crosses into the boundary's loops."""
@@ -151,7 +153,7 @@ class DispatchedStep:
 
     def _pinned(self, value: Any, spec: PartitionSpec) -> Any:
         """Constrains how a value lies over the axes of the workers."""
-        if set(self.step.axes) >= set(self.lowered.mesh.axis_names):
+        if set(self.step.workers.axes) >= set(self.lowered.mesh.axis_names):
             return jax.lax.with_sharding_constraint(value, NamedSharding(self.lowered.mesh, spec))
         # A constraint cannot say what lies over the workers' axes and leave the others open; a shard_map over the
         # former can.
@@ -160,7 +162,7 @@ class DispatchedStep:
             mesh=self.lowered.mesh,
             in_specs=spec,
             out_specs=spec,
-            axis_names=frozenset(self.step.axes),
+            axis_names=frozenset(self.step.workers.axes),
             check_vma=False,
         )(value)
 

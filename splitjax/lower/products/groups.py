@@ -15,52 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from splitjax import _compat
-from splitjax.lower.products.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
+from splitjax.planning.sites.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
+from splitjax.planning.sites.mesh_context import MeshContext
 
 CopiesKey = tuple[int, str, tuple[str, ...], int, int]  # as `copies_key` makes it
 Copies = dict[CopiesKey, tuple[jax.Array, jax.Array]]  # gathered activations: (what was gathered, its copies)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshContext:
-    """Says where something is evaluated.
-
-    - `mesh`: of the step.
-    - `manual`: the axes of it that a surrounding `shard_map` handles.
-    """
-
-    mesh: Mesh
-    manual: tuple[str, ...] = ()
-
-    def left(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of `axes` that no surrounding `shard_map` handles, in their order."""
-        return tuple(axis for axis in axes if axis not in self.manual)
-
-    def shard_map(
-        self, fn: Callable[..., Any], axes: Sequence[str], in_specs: Any, out_specs: Any
-    ) -> Callable[..., Any]:
-        """Returns `fn` mapped over the parts that devices hold along those of `axes` that are left.
-
-        `in_specs` and `out_specs` are trees of `PartitionSpec`s, as `jax.shard_map` takes them.
-        """
-        mesh = jax.sharding.get_abstract_mesh() if self.manual else self.mesh
-        # check_vma=False: every sum is written out here.
-        return jax.shard_map(
-            fn,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=frozenset(self.left(axes)),
-            check_vma=False,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,27 +16,26 @@ from typing import Any
 import jax
 
 from splitjax import _compat
-from splitjax.lower.boundary import expand, is_boundary
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
-from splitjax.lower.products.groups import Copies, MeshContext, evaluate_product, fits, scope
-from splitjax.lower.products.layout import SiteDecisions, StepLayout, named_sharding
+from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.rebuilding import REBUILD
-from splitjax.lower.products.remedies import whole_inside
 from splitjax.lower.products.rewrites import rewritten
 from splitjax.lower.products.row_values import Rows
-from splitjax.lower.products.scatter import Summed
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.layout import SiteDecisions, SiteLayout, StepLayout, named_sharding
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.sites.remedies import whole_inside
+from splitjax.planning.sites.scatter import Summed
+from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, kind_of
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody
 from splitjax.primitives.walk import Site, holds_boundary
+from splitjax.step.boundary import expand, is_boundary
 
-EvalForward = Callable[
-    [AnyJaxpr, Sequence[Any]], list[Any]
-]  # evaluates a jaxpr on operands, with the layout's constraints
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, site, evaluator of its
 # forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
@@ -121,7 +120,7 @@ def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[
     """Returns a context manager under which a product carries the name of its layer into the compiled step, wherever it
     is evaluated: reports and profiles know it again by that. The user's lines do not tell, as JAX traces some functions
     once in a process and keeps the lines of the first call."""
-    layer = layout.names.get(site)
+    layer = layout.sites.names.get(site)
     return contextlib.nullcontext() if layer is None else jax.named_scope(scope("layer", layer))
 
 
@@ -144,25 +143,24 @@ def _placed(
     """Evaluates an equation. Inside a boundary (`copies` given) products with split weights are evaluated as
     exchanges."""
     if copies is not None:
-        exchange, summed = layout.exchanges.get(site), layout.sums.get(site)
+        exchange, summed = layout.sites.exchanges.get(site), layout.sites.sums.get(site)
         if exchange is not None and fits(exchange, eqn):
-            return evaluate_product(exchange, eqn, values, MeshContext(layout.mesh, layout.manual), copies)
+            return evaluate_product(exchange, eqn, values, layout.where, copies)
         # where a surrounding shard_map handles axes, gradients are summed once, after it
         if summed is not None and not layout.manual:
             if isinstance(summed, Summed):
-                return evaluate_summed(summed, eqn, values, MeshContext(layout.mesh))
+                return evaluate_summed(summed, eqn, values, layout.where)
             if summed.fits(eqn):
-                return evaluate_scatter(
-                    summed, eqn, values, MeshContext(layout.mesh), layout.rematerialised, layout.convolutions.get(site)
-                )
+                convolution = layout.sites.convolutions.get(site)
+                return evaluate_scatter(summed, eqn, values, layout.where, layout.rematerialised, convolution)
     values = _pin(layout, site, values, results=False)
-    results = rewritten(eqn, values) if site in layout.rewritten else None
-    if site in layout.guarded:
+    results = rewritten(eqn, values) if site in layout.sites.rewritten else None
+    if site in layout.sites.guarded:
         results = _guarded(layout, eqn, values)
-    if results is None and site in layout.convolutions and eqn.primitive.name == "conv_general_dilated":
-        results = evaluate_local(layout.convolutions[site], eqn, values, MeshContext(layout.mesh, layout.manual))
-    if results is None and site in layout.transforms and eqn.primitive.name == "fft":
-        results = evaluate_transform(layout.transforms[site], eqn, values, MeshContext(layout.mesh, layout.manual))
+    if results is None and site in layout.sites.convolutions and eqn.primitive.name == "conv_general_dilated":
+        results = evaluate_local(layout.sites.convolutions[site], eqn, values, layout.where)
+    if results is None and site in layout.sites.transforms and eqn.primitive.name == "fft":
+        results = evaluate_transform(layout.sites.transforms[site], eqn, values, layout.where)
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)
@@ -174,11 +172,9 @@ def _guarded(layout: StepLayout, eqn: Any, values: list[Any]) -> list[Any]:
 
     def run(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
         constraints, rewrites = whole_inside(jaxpr, MeshShape.of(layout.mesh))
-        inner = dataclasses.replace(
-            StepLayout.of(layout.mesh, constraints, SiteDecisions(rewrites=rewrites)), manual=layout.manual
-        )
+        inner = StepLayout(layout.where, SiteLayout.of(constraints, SiteDecisions(rewrites=rewrites)))
         return _run(
-            inner if set(layout.manual) < set(layout.mesh.axis_names) else StepLayout(layout.mesh, {}, frozenset()),
+            inner if set(layout.manual) < set(layout.mesh.axis_names) else StepLayout(MeshContext(layout.mesh)),
             jaxpr,
             operands,
             (),
@@ -194,7 +190,7 @@ def _guarded(layout: StepLayout, eqn: Any, values: list[Any]) -> list[Any]:
 
 def _pin(layout: StepLayout, site: Site, values: list[Any], results: bool) -> list[Any]:
     """Puts the layout's constraints on an equation's operands, or with `results` on its results; changes `values`."""
-    for constraint in layout.by_site.get(site, ()):
+    for constraint in layout.sites.by_site.get(site, ()):
         position = -1 - constraint.operand if results else constraint.operand
         # rows of a table have a layout of their own
         if (constraint.operand < 0) == results and not isinstance(values[position], Rows):
@@ -219,7 +215,7 @@ def _equation(
         return expand(eqn.params, values, forward)
     kind = kind_of(eqn)
     rebuild = REBUILD.get(kind)
-    if rebuild is not None and (site in layout.inside or holds_boundary(eqn)):
+    if rebuild is not None and (site in layout.sites.inside or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout
         return rebuild(
             lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values

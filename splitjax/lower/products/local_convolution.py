@@ -25,8 +25,9 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.flow import Axes
-from splitjax.lower.products.groups import MeshContext, scope
+from splitjax.lower.products.groups import scope
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.mesh_context import MeshContext
 
 Shape = tuple[int, ...]
 

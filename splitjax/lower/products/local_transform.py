@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.cost.flow import Axes
 from splitjax.cost.transforms import LocalTransform
-from splitjax.lower.products.groups import MeshContext, scope
+from splitjax.lower.products.groups import scope
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.mesh_context import MeshContext
 
 
 @dataclasses.dataclass(frozen=True)

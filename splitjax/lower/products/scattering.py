@@ -25,10 +25,11 @@ from jax.sharding import PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
-from splitjax.lower.products.groups import MeshContext, scope, sum_into_parts
+from splitjax.lower.products.groups import scope, sum_into_parts
 from splitjax.lower.products.local_convolution import evaluate_local, is_whole
-from splitjax.lower.products.scatter import Parts, Scatter, Summed
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.sites.scatter import Parts, Scatter, Summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +65,40 @@ class _ScatteredProduct:
         """Returns the spec of the weight, of `rank` dims, as it is stored."""
         return _spec(rank, self.scatter.stored)
 
+    @property
+    def gathers_before(self) -> bool:
+        """Whether the stored weight is gathered in a `shard_map` of its own. One that is computed in parts has to be:
+        over axes that a `shard_map` leaves to XLA, XLA makes the operand of an explicit all-gather whole (CPU and TPU,
+        jax 0.10.2)."""
+        return bool(self.scatter.stored and self.scatter.kept)
+
     def gathered(self, weight: jax.Array) -> jax.Array:
-        """Gathers the whole weight inside a `shard_map`."""
+        """Gathers the weight inside a `shard_map`, over the axes over which it is stored in parts."""
         with jax.named_scope(scope("stored", self.scatter.layer)):
             for dim, axes in self.scatter.stored:
                 weight = lax.all_gather(weight, axes, axis=dim, tiled=True)
         return weight
+
+    def gathered_before(self, weight: jax.Array, cotangent: jax.Array | None = None) -> jax.Array:
+        """Gathers a weight that is computed in parts, over the axes over which it is stored alone; for the backward
+        pass tied to the `cotangent` of the result."""
+        kept, stored, out_kept = self.scatter.kept, self.scatter.stored, self.scatter.out_kept
+        whole = _spec(weight.ndim, kept)
+        specs = [_spec(weight.ndim, kept, stored)]
+        operands = [weight]
+        if cotangent is not None and out_kept is not None:
+            examples = ((self.scatter.out_example_dim, self.scatter.axes),)
+            specs.append(_spec(cotangent.ndim, examples, out_kept))
+            operands.append(cotangent)
+        elif cotangent is not None:  # how it lies is not known: its first element is sent to all devices
+            operands = [weight + _nothing(cotangent).astype(weight.dtype)]
+
+        def local(weight: jax.Array, *cotangents: jax.Array) -> jax.Array:
+            for cotangent in cotangents:
+                weight = weight + _nothing(cotangent).astype(weight.dtype)
+            return self.gathered(weight)
+
+        return self.where.shard_map(local, self.where.mesh.axis_names, tuple(specs), whole)(*operands)
 
     def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
         """Evaluates the product of a device's examples with the whole weight."""
@@ -123,6 +152,11 @@ def _forward(
         whole = product.gathered(weight)
         return product.local(data, whole), whole if product.keeps else None
 
+    if product.gathers_before:
+        whole = product.gathered_before(weight)
+        specs = product.data_spec, PartitionSpec()
+        out = product.where.shard_map(product.local, product.axes, specs, product.out_spec)(data, whole)
+        return out, (data, whole if product.keeps else weight)
     specs = (product.data_spec, product.weight_spec(weight.ndim))
     out, whole = product.where.shard_map(local, product.axes, specs, (product.out_spec, PartitionSpec()))(data, weight)
     return out, (data, weight if whole is None else whole)
@@ -136,7 +170,7 @@ def _backward(
     floating = jnp.issubdtype(data.dtype, jnp.inexact)  # ids of a lookup have no gradient
 
     def local(data: jax.Array, weight: jax.Array, cotangent: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        if scatter.stored and not product.keeps:
+        if scatter.stored and not product.keeps and not product.gathers_before:
             weight = product.gathered(weight + _nothing(cotangent).astype(weight.dtype))
         if floating:
             to_data, to_weight = jax.vjp(product.local, data, weight)[1](cotangent)
@@ -145,7 +179,9 @@ def _backward(
         return to_data, to_weight[None]
 
     out_specs = (product.data_spec if floating else None, PartitionSpec(scatter.axes))
-    weight_spec = PartitionSpec() if product.keeps else product.weight_spec(weight.ndim)
+    if product.gathers_before and not product.keeps:
+        weight = product.gathered_before(weight, cotangent)
+    weight_spec = PartitionSpec() if product.keeps or product.gathers_before else product.weight_spec(weight.ndim)
     run = product.where.shard_map(local, product.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same

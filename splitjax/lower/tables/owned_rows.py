@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
 from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
-from splitjax.lower.tables.lookups import EditedLookup
 from splitjax.lower.tables.table_rows import JOIN
-from splitjax.lower.tables.table_sync import TableSync, cut
 from splitjax.plan import spec_axes
+from splitjax.planning.tables.lookups import EditedLookup
+from splitjax.planning.tables.table_sync import TableSync, cut
 from splitjax.sync.description import by_owners
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.local import sum_rows
@@ -45,7 +45,7 @@ class Pulled:
     """
 
     table: TableSync
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rows: tuple[Any, ...]
     ids: tuple[Any, ...]
     slots: Any
@@ -56,7 +56,7 @@ class Pulled:
         return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
 
 
-def pull(table: TableSync, mesh: Mesh, order: CollectiveOrder, array: Any, ids: Sequence[Any]) -> Pulled:
+def pull(table: TableSync, mesh: Mesh | AbstractMesh, order: CollectiveOrder, array: Any, ids: Sequence[Any]) -> Pulled:
     """Pulls the rows that all lookups of a table read.
 
     **Arguments:** `table`, `mesh`: how the table is synchronised, and the whole mesh. `order`: of the collectives of
@@ -151,7 +151,7 @@ class OwnerSums:
     """
 
     table: TableSync
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     order: CollectiveOrder
     lookups: tuple[Sequence[Any], Sequence[Any]]
     positions: Any

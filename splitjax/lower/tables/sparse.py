@@ -1,6 +1,6 @@
 """Evaluates a step whose tables are synchronised by rows.
 
-A `SparseStep` (`lower.tables.finding` makes it) and the step's arguments go in; its results come out, with what was
+A `SparseStep` (`planning.tables.finding` makes it) and the step's arguments go in; its results come out, with what was
 observed of every table and what rounding on the wire took away. Boundaries are evaluated with edited lookups, so that a
 table's gradient never exists whole; the rows are exchanged behind them, and written by what the step computes of them.
 """
@@ -12,21 +12,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from splitjax import _compat
-from splitjax.lower.boundary import is_boundary
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
 from splitjax.lower.tables.collective_order import CollectiveOrder
-from splitjax.lower.tables.lookups import EditedLookup, ids_of, rows_of
 from splitjax.lower.tables.owned_rows import OwnerSums, Pulled, pull, push
-from splitjax.lower.tables.sparse_step import SparseStep, TableEdit
 from splitjax.lower.tables.table_rows import Exchanged, exchange
-from splitjax.lower.tables.table_sync import TableSync
-from splitjax.lower.way import Ways, hook_of
+from splitjax.lower.way import hook_of
+from splitjax.planning.sites.layout import StepLayout
+from splitjax.planning.tables.lookups import EditedLookup, ids_of, rows_of
+from splitjax.planning.tables.sparse_step import SparseStep, TableEdit
+from splitjax.planning.tables.table_sync import TableSync
+from splitjax.planning.ways import Ways
 from splitjax.primitives.walk import holds_boundary
+from splitjax.step.boundary import is_boundary
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,7 +36,7 @@ class _SparseTrace:
     gave."""
 
     step: SparseStep
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     arguments: Sequence[Any]
     residuals: Mapping[str, Any]
     summed: dict[int, Exchanged | OwnerSums]

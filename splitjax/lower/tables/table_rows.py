@@ -16,13 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
 from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
-from splitjax.lower.tables.table_sync import TableSync, cut
 from splitjax.plan import spec_axes
+from splitjax.planning.tables.table_sync import TableSync, cut
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.rows import RowSparse, from_lookups, normalised
 from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
@@ -53,7 +53,7 @@ class Exchanged:
     """
 
     table: TableSync
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     order: CollectiveOrder
     rows: RowSparse
     fits: Any
@@ -137,7 +137,7 @@ class Exchanged:
 
 def exchange(
     table: TableSync,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     order: CollectiveOrder,
     ready: Any,
     ids: Sequence[Any],
@@ -283,6 +283,8 @@ def _parts(rows: RowSparse) -> tuple[Any, Any, Any]:
     return rows.ids, rows.values, rows.count
 
 
-def _in_shard_map(table: TableSync, mesh: Mesh, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def _in_shard_map(
+    table: TableSync, mesh: Mesh | AbstractMesh, body: Callable, in_specs: Any, out_specs: Any
+) -> Callable:
     # check_vma=False: what the exchange returns is alike on all workers, which the checker cannot know.
     return functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(body)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from splitjax.lower.tables.sparse_step import TableEdit
-from splitjax.lower.way import BoundaryCall, Wrapping
+from splitjax.lower.way import Wrapping
+from splitjax.planning.tables.sparse_step import TableEdit
+from splitjax.planning.ways import BoundaryCall
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from splitjax import _compat
-from splitjax.lower.products.exchange import EXAMPLES, SWAP, Exchange
+from splitjax.planning.sites.exchange import EXAMPLES, SWAP, Exchange
 from splitjax.primitives.calls import inline_body
 from splitjax.primitives.interpreter import fold
 from splitjax.primitives.walk import Site

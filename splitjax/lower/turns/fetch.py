@@ -22,8 +22,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.products.exchange import EXAMPLES
-from splitjax.lower.products.groups import Copies, MeshContext, Product, copies_key, enter, leave, scope
+from splitjax.lower.products.groups import Copies, Product, copies_key, enter, leave, scope
+from splitjax.planning.sites.exchange import EXAMPLES
+from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.primitives.example_relation import ExampleDim
 
 

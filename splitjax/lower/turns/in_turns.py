@@ -12,14 +12,14 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import BatchError, Refusal
-from splitjax.lower.boundary import is_boundary
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.microbatch import local_examples
-from splitjax.lower.microbatch.microbatched import whole_axes
-from splitjax.lower.products.exchange import EXAMPLES, SWAP
 from splitjax.lower.turns.turns import Mode, TurnedBoundary, evaluate_turns, take_turns
-from splitjax.lower.way import BoundaryCall, LoweredStep
+from splitjax.planning.sites.exchange import EXAMPLES, SWAP
+from splitjax.planning.ways import BoundaryCall, DecidedStep
+from splitjax.planning.workers import workers_of
 from splitjax.primitives.walk import Site, equation_at
+from splitjax.step.boundary import is_boundary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class InTurns:
         return evaluate_turns(self.turned, self.job, call.operands, call.layout)
 
 
-def boundaries_in_turns(kind: str, step: LoweredStep, jaxpr: _compat.ClosedJaxpr) -> Mapping[Site, InTurns] | Refusal:
+def boundaries_in_turns(kind: str, step: DecidedStep, jaxpr: _compat.ClosedJaxpr) -> Mapping[Site, InTurns] | Refusal:
     """Prepares the boundaries of a step for a kind of group communication.
 
     **Arguments:**
@@ -55,7 +55,7 @@ def boundaries_in_turns(kind: str, step: LoweredStep, jaxpr: _compat.ClosedJaxpr
 
     Returns by site the boundaries in which examples cross, or the refusal of the first that cannot run so.
     """
-    sites = {site[:depth] for site in step.layout.exchanges for depth in range(1, len(site))}
+    sites = {site[:depth] for site in step.sites.exchanges for depth in range(1, len(site))}
     ways: dict[Site, InTurns] = {}
     for site in sorted(sites):
         eqn = equation_at(jaxpr, site)
@@ -68,7 +68,7 @@ def boundaries_in_turns(kind: str, step: LoweredStep, jaxpr: _compat.ClosedJaxpr
     return ways
 
 
-def boundary_in_turns(kind: str, step: LoweredStep, eqn: Any, site: Site) -> InTurns | Refusal | None:
+def boundary_in_turns(kind: str, step: DecidedStep, eqn: Any, site: Site) -> InTurns | Refusal | None:
     """Prepares a boundary to run in turns; returns None where nothing crosses in it.
 
     **Arguments:**
@@ -79,34 +79,33 @@ def boundary_in_turns(kind: str, step: LoweredStep, eqn: Any, site: Site) -> InT
     Returns a refusal where the boundary cannot run in turns; it is a `BatchError` for a batch that does not divide into
     them.
     """
-    graph, mesh, plan, layout = step.graph, step.mesh, step.plan, step.layout
+    graph, sites = step.graph, step.sites
     prefix = (*site, 0)
     groups = {
         exchange.axes
-        for exchange in layout.exchanges.values()
+        for exchange in sites.exchanges.values()
         if exchange.site[: len(prefix)] == prefix and exchange.enter in (EXAMPLES, SWAP)
     }
     if not groups or graph.num_examples is None:
         return None
-    mode = Mode(kind, plan.batch_axes, whole_axes(plan), mesh, graph.num_examples)
+    mode = Mode(kind, workers_of(step.plan), graph.num_examples)
     group = min(groups)
-    num_turns, slice_axes = plan.mesh.size(group), mode.slice_axes(group)
-    unit = num_turns * plan.mesh.size(slice_axes)
+    num_turns, in_turn = mode.workers.mesh.size(group), mode.in_turn(group)
+    unit = num_turns * in_turn.num_batch_parts
     if graph.num_examples % unit:
         below, above = graph.num_examples // unit * unit, -(-graph.num_examples // unit) * unit
         return Refusal(
-            f"{graph.num_examples} examples do not divide into {num_turns} turns on {plan.mesh.size(slice_axes)}"
-            " workers",
+            f"{graph.num_examples} examples do not divide into {num_turns} turns on {in_turn.num_batch_parts} workers",
             value=graph.num_examples,
             place=f"group_comm={kind!r}",
             remedy=f'use {f"{below} or {above}" if below else above} examples, or group_comm="gather"',
             kind=BatchError,
         )
-    size = local_examples(graph.num_examples, num_turns, slice_axes, mesh, mode.manual)
+    size = local_examples(graph.num_examples, num_turns, in_turn)
     twin = size if isinstance(size, Refusal) else step.twin_of(eqn, site, size)
     if isinstance(twin, Refusal):
         return Refusal(twin.message)
-    turned = take_turns(eqn, twin, site, layout, mode)
+    turned = take_turns(eqn, twin, site, sites, mode)
     if turned is None or isinstance(turned, Refusal):
         return turned
     job = turned.prepared()

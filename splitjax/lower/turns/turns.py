@@ -18,24 +18,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import Boundary, boundary_forward, boundary_of
 from splitjax.lower.microbatch.batch_split import Split
 from splitjax.lower.microbatch.loop import MakeFetch, PreparedBoundary
 from splitjax.lower.microbatch.microbatch import Accumulation, prepare
 from splitjax.lower.microbatch.worker_loop import OperandFetch
-from splitjax.lower.products.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
-from splitjax.lower.products.groups import Copies, MeshContext, Product
+from splitjax.lower.products.groups import Copies, Product
 from splitjax.lower.products.interpret import evaluate_equation, evaluate_part
-from splitjax.lower.products.layout import StepLayout
 from splitjax.lower.turns.cut import Cut, FlatForward, ForwardPart, cut_forward, flatten_calls
 from splitjax.lower.turns.fetch import FETCHES
-from splitjax.mesh import MeshShape
+from splitjax.planning.sites.exchange import EXAMPLES, SCATTER, SPLIT, SWAP, Exchange
+from splitjax.planning.sites.layout import SiteLayout, StepLayout
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 from splitjax.primitives.walk import Site
+from splitjax.step.boundary import Boundary, boundary_forward, boundary_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +43,21 @@ class Mode:
     """Tells how a step's boundaries are asked to run in turns.
 
     - `kind`: `modulo` or `turns`, as `group_comm`.
-    - `batch_axes`: the axes of `mesh` over which the batch is split, major first.
-    - `manual`: the batch axes over which every parameter is whole, so that the loop over turns handles them itself and
-      gradients are exchanged over them once.
+    - `workers`: who share the batch. Over their axes every parameter is whole, so that the loop over turns handles them
+      itself and gradients are exchanged over them once.
     - `num_examples`: those of the whole batch.
     """
 
     kind: str
-    batch_axes: tuple[str, ...]
-    manual: tuple[str, ...]
-    mesh: Mesh
+    workers: Workers
     num_examples: int
 
-    def slice_axes(self, group: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes over which the examples of one turn are split, where layers are split over `group`."""
-        return (
-            self.batch_axes if self.kind == "modulo" else tuple(axis for axis in self.batch_axes if axis not in group)
-        )
+    def in_turn(self, group: tuple[str, ...]) -> Workers:
+        """Returns the workers as they share the examples of one turn, where layers are split over `group`."""
+        if self.kind == "modulo":
+            return self.workers
+        left = tuple(axis for axis in self.workers.batch_axes if axis not in group)
+        return dataclasses.replace(self.workers, batch_axes=left)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +86,7 @@ class TurnedBoundary:
     @property
     def num_turns(self) -> int:
         """The number of turns: that of the workers of a group."""
-        return MeshShape.of(self.mode.mesh).size(self.group)
+        return self.mode.workers.mesh.size(self.group)
 
     @property
     def num_operands(self) -> int:
@@ -128,15 +126,13 @@ class TurnedBoundary:
             self.operand_dims,
             self.twin.jaxpr,
             self.num_turns,
-            self.mode.slice_axes(self.group),
-            self.mode.mesh,
-            manual_axes=self.mode.manual,
+            self.mode.in_turn(self.group),
         )
         job = prepare(self.back_params, loop)
         return Refusal("the loss does not depend on what crosses") if job is None else job
 
 
-def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) -> TurnedBoundary | Refusal | None:
+def take_turns(eqn: Any, twin: Any, site: Site, layout: SiteLayout, mode: Mode) -> TurnedBoundary | Refusal | None:
     """Cuts a boundary for turns; returns None where nothing crosses in it.
 
     **Arguments:**
@@ -184,7 +180,7 @@ def take_turns(eqn: Any, twin: Any, site: Site, layout: StepLayout, mode: Mode) 
 
 
 def _whole_layer_behind(
-    layout: StepLayout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]
+    layout: SiteLayout, prefix: Site, back: Sequence[Site], later: Sequence[Exchange]
 ) -> Refusal | None:
     """Returns a refusal where a layer that is whole on every device stands behind the crossing.
 
@@ -267,7 +263,7 @@ def evaluate_turns(
     results = job.placed(layout.mesh, bind, bind).results(
         [*operands, *crossing],
         in_back,
-        _fetches(turned, MeshContext(layout.mesh, inside.manual), copies),
+        _fetches(turned, inside.where, copies),
         turned.group,
     )
     num_results = sum(turned.cut.outputs)
@@ -292,14 +288,14 @@ def _inside(turned: TurnedBoundary, layout: StepLayout) -> StepLayout:
 
     In `turns` the examples of a turn lie on every worker of a group, so that a row-split layer takes its features where
     they are."""
-    inside = layout.without(turned.mode.manual)
+    inside = layout.without(turned.mode.workers.axes)
     if turned.mode.kind == "modulo":
         return inside
     changed = {
         site: dataclasses.replace(exchange, enter=SPLIT) if exchange.enter == SWAP else exchange
-        for site, exchange in inside.exchanges.items()
+        for site, exchange in inside.sites.exchanges.items()
     }
-    return dataclasses.replace(inside, exchanges=changed)
+    return dataclasses.replace(inside, sites=dataclasses.replace(inside.sites, exchanges=changed))
 
 
 def _fetches(turned: TurnedBoundary, where: MeshContext, copies: Copies) -> dict[int, MakeFetch]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from splitjax.codec import Codec, Wording, without_nones
-from splitjax.errors import CheckpointError
+from splitjax.errors import CheckpointError, Refusal
 from splitjax.runtime.checkpoint.state_match import LEAF_FORM, StateLeaf
 
 
@@ -50,18 +50,29 @@ _JSON = Codec(
 def check_json(value: Any, place: str) -> None:
     """Raises `CheckpointError`, which names the `place`, for a `value` that would not come back equal from JSON: what
     is no dict by strings, list, string, number, boolean or None, tuples among it."""
+    refusal = not_json(value, place)
+    if refusal is not None:
+        raise refusal.error()
+
+
+def not_json(value: Any, place: str) -> Refusal | None:
+    """Returns the refusal of a `value` that `check_json` raises an error for; None for one that JSON holds. `place`:
+    where it stands."""
+    inside: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
-        for key, inner in value.items():
+        for key in value:
             if type(key) is not str:
-                raise CheckpointError("keys of JSON objects are strings", value=key, place=place, remedy="use str(key)")
-            check_json(inner, f"{place}[{key!r}]")
+                message = "keys of JSON objects are strings"
+                return Refusal(message, value=key, place=place, remedy="use str(key)", kind=CheckpointError)
+        inside = ((f"{place}[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            check_json(inner, f"{place}[{number}]")
+        inside = ((f"{place}[{number}]", inner) for number, inner in enumerate(value))
     elif value is not None and type(value) not in (bool, int, float, str):
-        raise CheckpointError(
+        return Refusal(
             "`extra` holds JSON values: dicts, lists, strings, numbers, booleans, None",
             value=value,
             place=place,
             remedy="convert it (int(x), x.tolist(), list(x)), or put arrays into the state",
+            kind=CheckpointError,
         )
+    return next((refusal for at, inner in inside if (refusal := not_json(inner, at)) is not None), None)

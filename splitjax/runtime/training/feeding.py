@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from splitjax.errors import CheckpointError, TrainingError
-from splitjax.runtime.checkpoint.description import check_json
+from splitjax.errors import TrainingError
+from splitjax.runtime.checkpoint.description import not_json
 
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -81,7 +81,7 @@ def position_json(position: Any) -> Any:
 def _is_pair(item: Any, place: str) -> bool:
     if type(item) is tuple and len(item) == 2:
         position = item[0]
-        if hasattr(position, "to_json") or _is_json(position):
+        if hasattr(position, "to_json") or not_json(position, "position") is None:
             return True
         if isinstance(position, np.generic) or not _has_arrays(position):
             raise TrainingError(
@@ -100,14 +100,6 @@ def _is_pair(item: Any, place: str) -> bool:
             remedy="give batches, pytrees of arrays, or pairs (position, batch)",
         )
     return False
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        check_json(value, "position")
-    except CheckpointError:
-        return False
-    return True
 
 
 def _has_arrays(value: Any) -> bool:

@@ -14,7 +14,7 @@ for the host.
 from __future__ import annotations
 
 import dataclasses
-import math
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -23,16 +23,20 @@ import jax
 
 from splitjax.errors import TrainingError
 from splitjax.runtime.training.feeding import Feed, position_json
+from splitjax.runtime.training.guard import NumberGuard, NumberOptions, copy_of
 from splitjax.runtime.training.ledger import Ledger
 from splitjax.runtime.training.metrics import StepObserver
 from splitjax.runtime.training.profiling import Profile
-from splitjax.runtime.training.stepping import as_loop_step, stored_state
+from splitjax.runtime.training.stepping import as_loop_step, stored_state, whole_state
 from splitjax.runtime.training.stopping import StopRequest
 from splitjax.runtime.training.tracking import Tracker
 
+logger: logging.Logger = logging.getLogger("splitjax")
+
 
 class Saves(Protocol):
-    """Saves states: what the loop needs of `runtime.checkpoint.Checkpoints`."""
+    """Saves states, and for `NumberOptions(action="rollback")` restores them: what the loop needs of
+    `runtime.checkpoint.Checkpoints`."""
 
     def save(
         self,
@@ -46,6 +50,10 @@ class Saves(Protocol):
     ) -> bool:
         """Saves the `state` after step number `step`, with `extra`, `metrics` and what the step `carried`, and returns
         whether it is being saved; with `wait` once it is."""
+        ...
+
+    def restore(self, like: Any) -> Any:
+        """Returns the newest good checkpoint, with `step`, `state` laid out as `like`, and `carried`."""
         ...
 
 
@@ -101,6 +109,7 @@ def train(
     stop: StopRequest | None = None,
     ledger: Ledger | None = None,
     profile: Profile | None = None,
+    guard: NumberGuard | None = None,
 ) -> TrainingOutcome:
     """Trains to `options.num_steps`.
 
@@ -122,33 +131,40 @@ def train(
       last save; those of `evaluate` under `eval_`).
     - `learning_rates`: of every step from 1 on, for the metrics.
     - `observers`: told about every step; on process 0 alone, or wherever they are given.
+    - `guard`: what is done about numbers that go wrong; one that stops the run if not given. Its `seen` is
+      `restored.extra["numbers"]` of a run that is resumed.
     - `stop`, `ledger`, `profile`: see their modules.
 
     **Returns** an `TrainingOutcome`. A run that is asked to stop has saved when this returns.
 
-    Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss is
-    not finite (before that state is saved) or the batches end early, and what `step` and `checkpoints` raise.
+    Raises `TrainingError` for a state, batch, position or result of the step that is none of these, when the loss or
+    the state are not finite (before that state is saved), when there were too many setbacks, when the batches end
+    early, and what `step` and `checkpoints` raise.
     """
     tracker = Tracker(ledger or Ledger(None))
-    loop = _Loop(step, options, checkpoints, dict(extra or {}), observers, tracker, learning_rates)
+    guard = guard or NumberGuard(NumberOptions(allow_nonfinite=options.allow_nonfinite))
+    loop = _Loop(step, options, (checkpoints, dict(extra or {})), observers, tracker, learning_rates, guard)
     loop_step, feed = as_loop_step(step, state), Feed(batches, first_step - 1)
     profile = profile or Profile()
     number, stopped, position = first_step - 1, False, None
     tracker.ledger.started(first_step)
     try:
         with tracker:
+            if guard.acts or checkpoints is not None:
+                guard.begin(state)
             while number < options.num_steps and not stopped:
                 with tracker.during("input", number + 1):
                     position, batch = _next(feed, number, options)
                 number += 1
                 compiling = number == first_step
+                before = loop.kept(state)
                 with profile.step(number), tracker.during("compile") if compiling else tracker.dispatching():
                     state, metrics = loop_step(state, batch)
                     if compiling:
                         with tracker.waiting(f"results of step {number}"):
                             jax.block_until_ready(metrics)
                 profile.step_done(metrics)
-                loop.dispatched(number, metrics)
+                state = loop.settled(number, metrics, state, before)
                 if stop is not None:
                     with tracker.waiting("whether to stop"):
                         stopped = stop.after(number)
@@ -189,19 +205,15 @@ class _Loop:
         self,
         step: Callable[..., Any],
         options: LoopOptions,
-        checkpoints: Saves | None,
-        extra: dict[str, Any],
+        saving: tuple[Saves | None, dict[str, Any]],
         observers: Sequence[StepObserver],
         tracker: Tracker,
         learning_rates: Sequence[float] | None,
+        guard: NumberGuard,
     ):
-        self.step, self.options, self.checkpoints, self.extra, self.observers = (
-            step,
-            options,
-            checkpoints,
-            extra,
-            observers,
-        )
+        self.guard = guard
+        self.step, self.options, self.observers = step, options, observers
+        self.checkpoints, self.extra = saving  # where states are saved, and what is saved with them
         self.tracker, self.learning_rates = tracker, learning_rates
         self.row: dict[str, Any] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
@@ -210,11 +222,56 @@ class _Loop:
         self._loss_sum, self._num_losses = 0.0, 0
         self._told = time.perf_counter()
 
-    def dispatched(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
-        """A step is on its way: the one before it is told."""
-        before, self._pending = self._pending, (number, metrics)
+    def kept(self, state: Any) -> tuple[Any, Any] | None:
+        """What a batch that is skipped leaves as it was: a copy of the state and of what the step carries. None where
+        nothing is skipped."""
+        if self.guard.options.action != "skip":
+            return None
+        carries = self._carried()
+        residuals = copy_of(dict(carries.residuals)) if carries else None
+        return copy_of(state), dataclasses.replace(carries, residuals=residuals) if carries else None
+
+    def settled(self, number: int, metrics: Mapping[str, jax.Array], state: Any, before: tuple[Any, Any] | None) -> Any:
+        """Returns the state to go on with. A step is on its way: the one before it is told, or, where the run goes on
+        after a wrong number, this one, and what to do about it done. `before`: what `kept` returned."""
+        if not self.guard.acts:
+            pending, self._pending = self._pending, (number, metrics)
+            if pending is not None:
+                self._tell(*pending)
+            return state
+        with self.tracker.waiting(f"results of step {number}"):
+            is_finite = self.guard.is_finite(state)
+        problem = self._tell(number, metrics, is_finite)
+        if problem is None:
+            return state
+        self.guard.set_back(number, problem)
         if before is not None:
-            self._tell(*before)
+            logger.warning("splitjax: %s: its batch is skipped", problem)
+            state, carries = before
+        else:
+            state, carries, saved = self._rolled_back(problem, state)
+            logger.warning(
+                "splitjax: %s: going on with the state of the checkpoint of step %d and the next batch", problem, saved
+            )
+        if carries is not None:
+            self.step.resume(carries)
+        return state
+
+    def _rolled_back(self, problem: str, state: Any) -> tuple[Any, Any, int]:
+        """The state of the newest checkpoint, what the step carried there, and its step."""
+        if self.checkpoints is None:
+            raise TrainingError(
+                f"{problem}, and no checkpoints are kept to go back to",
+                place="NumberOptions(action='rollback')",
+                remedy="keep checkpoints (--checkpoint-dir), or skip such batches",
+            )
+        with self.tracker.during("checkpoint"):
+            restored = self.checkpoints.restore(stored_state(self.step, state))
+        return whole_state(self.step, state, restored.state), restored.carried, restored.step
+
+    def _carried(self) -> Any:
+        carried = getattr(self.step, "carried", None)  # plain functions carry nothing
+        return None if carried is None else carried() or None
 
     def drain(self) -> None:
         """Waits for the step that is on its way, and tells it."""
@@ -232,12 +289,13 @@ class _Loop:
     def save(self, number: int, state: Any, position: Any, wait: bool) -> None:
         evaluation = dict(self._evaluation)
         self.drain()
-        carried = getattr(self.step, "carried", None)  # plain functions carry nothing
-        carries = None if carried is None else carried()
+        if not self.guard.acts and not self.guard.is_finite(state):
+            raise _went_wrong(number, f"the state after step {number} is not finite")
+        carries = self._carried()
         more = {"carried": carries} if carries else {}
         metrics = {
             **evaluation,
-            "loss": self._loss_sum / self._num_losses,
+            **({"loss": self._loss_sum / self._num_losses} if self._num_losses else {}),
             **{k: v for k, v in self.row.items() if k == "accuracy"},
         }
         assert self.checkpoints is not None
@@ -245,27 +303,26 @@ class _Loop:
             self.checkpoints.save(
                 number,
                 stored_state(self.step, state),
-                {**self.extra, "position": position_json(position)},
+                {**self.extra, "position": position_json(position), **self.guard.extra()},
                 metrics,
                 wait=wait,
                 **more,
             )
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def _tell(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+    def _tell(self, number: int, metrics: Mapping[str, jax.Array], state_is_finite: bool = True) -> str | None:
+        """Tells the observers of a step, and returns what is wrong with it. Raises `TrainingError` where the run stops
+        because of that."""
         with self.tracker.waiting(f"results of step {number}"):
             values = {name: float(value) for name, value in metrics.items()}
         self.tracker.recorder.completed(number)
         now = time.perf_counter()
         seconds, self._told = now - self._told, now
-        if not math.isfinite(values["loss"]) and not self.options.allow_nonfinite:
-            raise TrainingError(
-                f"the loss of step {number} is {values['loss']}",
-                value=values["loss"],
-                place=f"step {number}",
-                remedy="lower the learning rate, clip gradients or compute in float32; what was saved before is finite",
-            )
-        self._loss_sum, self._num_losses = self._loss_sum + values["loss"], self._num_losses + 1
+        problem = self.guard.problem(number, values, state_is_finite)
+        if problem is not None and not self.guard.acts:
+            raise _went_wrong(number, problem, values["loss"])
+        if problem is None:
+            self._loss_sum, self._num_losses = self._loss_sum + values["loss"], self._num_losses + 1
         epoch = None if self.options.steps_per_epoch is None else (number - 1) // self.options.steps_per_epoch
         rate = None if self.learning_rates is None else float(self.learning_rates[number - 1])
         loss = values.pop("loss")
@@ -278,8 +335,20 @@ class _Loop:
             **self._evaluation,
             "seconds": seconds,
             "examples_per_second": self.options.batch_size / seconds,
+            **({} if problem is None else {"setback": 1}),
             **self.tracker.times_row(),
         }
         self._evaluation = {}
         for observer in self.observers:
             observer.step(self.row)
+        return problem
+
+
+def _went_wrong(number: int, problem: str, loss: float | None = None) -> TrainingError:
+    return TrainingError(
+        problem,
+        value=loss,
+        place=f"step {number}",
+        remedy="lower the learning rate, clip gradients or compute in float32; what was saved before is finite."
+        " NumberOptions(action=...) goes on past such a batch (--bad-numbers skip, or rollback)",
+    )

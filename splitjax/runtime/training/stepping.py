@@ -57,6 +57,12 @@ def stored_state(step: Any, state: Any) -> Any:
     return partition(state)[0] if _has_static_halves(step) else state
 
 
+def whole_state(step: Any, like: Any, stored: Any) -> Any:
+    """Returns the state of a `step` of which a checkpoint keeps `stored`; what it does not keep is taken from `like`, a
+    state or its shapes."""
+    return partition(like)[1].combine(stored) if _has_static_halves(step) else stored
+
+
 def restore(
     checkpoints: Checkpoints,
     step: Any,
@@ -79,8 +85,7 @@ def restore(
     """
     like = step.abstract_state(make_fn, *make_args, example=example)
     restored = checkpoints.restore(stored_state(step, like), at)
-    if _has_static_halves(step):
-        restored = dataclasses.replace(restored, state=partition(like)[1].combine(restored.state))
+    restored = dataclasses.replace(restored, state=whole_state(step, like, restored.state))
     step.resume(restored.carried)
     return restored
 

@@ -47,7 +47,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            # It goes to whoever was there before: an exception in a script, the end of the process in a command.
+            signal.signal(number, self._before[number] or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         self._signal = number
         if self._many:
             signal.raise_signal(signal.SIGTERM)

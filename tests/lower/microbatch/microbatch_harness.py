@@ -10,8 +10,12 @@ from jax.sharding import AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.lower import boundary, gradient
-from splitjax.lower.microbatch.microbatch import Accumulation, expand_microbatches, local_examples
+from splitjax.lower import gradient
+from splitjax.lower.microbatch.accumulate import plain_bind
+from splitjax.lower.microbatch.microbatch import Accumulation, local_examples, prepare
+from splitjax.mesh import MeshShape
+from splitjax.planning.workers import Workers
+from splitjax.step.boundary import expand, is_boundary
 
 
 def make_mesh(**axes):
@@ -30,9 +34,10 @@ def abstract(tree, num=None):
 def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=None, bind=None, rest=()):
     """The step `step(params, batch, *rest)` as a jittable function of the same arguments, boundaries in `num`
     microbatches."""
-    manual = batch_axes if manual is None and mesh is not None else manual or ()
+    manual = batch_axes if manual is None else manual
+    workers = Workers() if mesh is None else Workers(MeshShape.of(mesh), batch_axes, manual)
     total = jax.tree.leaves(batch)[0].shape[0]
-    local = local_examples(total, num, batch_axes if mesh is not None else (), mesh, manual)
+    local = local_examples(total, num, workers)
     if isinstance(local, Refusal):
         raise local.error()
     closed, shape = _compat.trace(step, abstract(params), abstract(batch), *rest)
@@ -49,21 +54,17 @@ def build(step, params, batch, num, *, mesh=None, batch_axes=("data",), manual=N
         read = lambda a: a.val if isinstance(a, _compat.Literal) else env[a]
         for eqn, twin in zip(inner.eqns, local_jaxpr.eqns, strict=True):
             operands = [read(a) for a in eqn.invars]
-            if boundary.is_boundary(eqn):
+            if is_boundary(eqn):
                 dims = [_example_dim(a.aval, b.aval, total) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-                results = expand_microbatches(
-                    eqn.params,
-                    operands,
-                    Accumulation(
-                        dims,
-                        twin.params["forward"],
-                        num,
-                        batch_axes if mesh is not None else (),
-                        mesh,
-                        manual_axes=manual,
-                        bind=bind,
-                    ),
-                )
+                loop = Accumulation(dims, twin.params["forward"], num, workers)
+                job = prepare(eqn.params, loop) if num > 1 or workers.axes else None
+                if isinstance(job, Refusal):
+                    raise job.error()
+                if job is None:
+                    results = expand(eqn.params, operands)
+                else:
+                    job = job.placed(mesh, bind or plain_bind, plain_bind)
+                    results = job.results(operands, eqn.params["positions"], {}, ())
             else:
                 results = _compat.bind_equation(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from splitjax.lower.partial.uneven import UnevenSplit
+from splitjax.mesh import MeshShape
+from splitjax.planning.workers import Workers
 from splitjax.primitives.example_relation import ExampleDim
 
 SHARES = (5, 2, 1)
@@ -16,9 +18,8 @@ def splits():
     """The split of every worker, in their order."""
     offsets = np.cumsum([0, *SHARES[:-1]])
     for share, offset in zip(SHARES, offsets, strict=True):
-        yield UnevenSplit(
-            1, (("data", 3),), frozenset({"data"}), None, share, sum(SHARES), jnp.int32(offset), ("data",)
-        )
+        workers = Workers(MeshShape((("data", 3),)), ("data",), ("data",))
+        yield UnevenSplit(1, workers, None, share, sum(SHARES), jnp.int32(offset), ("data",))
 
 
 def test_the_divisors_of_a_common_value_share_it_out():

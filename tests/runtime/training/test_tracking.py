@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import splitjax
+from splitjax.runtime.launch import whereabouts
 from splitjax.runtime.launch.whereabouts import Place, StepRecorder
 from splitjax.runtime.training import tracking
 from splitjax.runtime.training.ledger import Ledger, steady_clock
@@ -80,11 +81,13 @@ def test_compilations_of_other_threads_are_not_the_loops():
 
 
 def test_the_metrics_have_step_times_now_and_then(monkeypatch):
-    memory = bytearray(2 * 4096)
+    now, memory = [0], bytearray(2 * 4096)
+    monkeypatch.setattr(whereabouts.time, "monotonic_ns", lambda: now[0])
     for rank, own in ((0, Place.DISPATCH), (1, Place.DATA)):
         recorder = StepRecorder(memory, rank)
         recorder.begin()
         recorder.at(own, 1)
+        now[0] += 10**9
         recorder.completed(1)
     tracker = Tracker(Ledger(None), StepRecorder(memory, 0))
     assert tracker.times_row() == {}

@@ -10,8 +10,8 @@ anyway buys nothing. Needed are the places where two layouts meet:
   layer sharded over `model` have their examples over the other batch axes only, and are whole (or split like the
   weight's contracted dim) in their features;
 - *back*: activations that enter a replicated layer behind a sharded one have their examples over all batch axes again;
-- *gathered weights* (ZeRO-3, arXiv 1910.02054): where a weight is itself split over `data`, the activations keep their
-  examples split, so that XLA gathers the weight and not the activations.
+- *gathered weights* (ZeRO-3, arXiv 1910.02054): where a weight is itself split over axes of the role data or storage,
+  the activations keep their examples split, so that XLA gathers the weight and not the activations.
 
 All go by dim class: a dim is an example dim if its leading atom is, wherever it stands.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from splitjax.mesh import DATA, MeshShape
+from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.trace.graph import Dim, Graph, Use
 
@@ -46,8 +46,9 @@ def derive_constraints(
         if use.backward or not use.editable or use.data is None:
             continue
         axes = mesh.present(spec_axes(leaves[use.param].spec))
-        if DATA in axes:
-            constraints += _gathered(graph, use, use.data, batch_axes)
+        if mesh.roles.store(axes):
+            stored = " x ".join(axis for axis in axes if mesh.roles.store((axis,)))
+            constraints += _gathered(graph, use, use.data, batch_axes, stored)
         elif set(axes) & set(batch_axes):
             crossed = True
             constraints += _crossing(graph, use, use.data, leaves[use.param].spec, axes, batch_axes)
@@ -80,7 +81,7 @@ def place_batches(
     wanted_whole: set[str] = set()
     for use in graph.uses:
         axes = mesh.present(spec_axes(by_path[use.param].spec))
-        if DATA not in axes and set(axes) & set(batch_axes):
+        if not mesh.roles.store(axes) and set(axes) & set(batch_axes):
             split.update(set(axes) & set(batch_axes))
         elif not use.backward:
             wanted_whole.update(use.fed_by)
@@ -114,10 +115,10 @@ def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...]) -> 
     return None
 
 
-def _gathered(graph: Graph, use: Use, data_operand: int, batch_axes: tuple[str, ...]) -> list[Constraint]:
-    """Keeps the examples of a use split, whose weight is split over the axis `data` and gathered. `data_operand`: the
-    position of the activations."""
-    why = "weight split over data: gather the weight, keep the examples split"
+def _gathered(graph: Graph, use: Use, data_operand: int, batch_axes: tuple[str, ...], stored: str) -> list[Constraint]:
+    """Keeps the examples of a use split, whose weight is stored in parts and gathered. `data_operand`: the position of
+    the activations. `stored`: the axes over which it is, in words."""
+    why = f"weight split over {stored}: gather the weight, keep the examples split"
     pairs = ((data_operand, use.data_dims), (-1, use.out_dims))
     specs = [(operand, example_spec(graph, dims, batch_axes)) for operand, dims in pairs]
     return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in specs if spec is not None]

@@ -1,6 +1,6 @@
 """Holds the tables of a step that are synchronised by rows, as a value, and finds their places in its boundaries.
 
-`lower.tables.finding` makes a `SparseStep`; evaluation (`lower.tables.sparse`) asks it which tables a boundary
+`planning.tables.finding` makes a `SparseStep`; evaluation (`lower.tables.sparse`) asks it which tables a boundary
 differentiates, where their operands stand, and for the boundary with edited lookups.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax.errors import Refusal
-from splitjax.lower.boundary import Twin
-from splitjax.lower.tables.lookups import Edited, edit_boundary
-from splitjax.lower.tables.table_sync import TableSync
+from splitjax.planning.tables.lookups import Edited, edit_boundary
+from splitjax.planning.tables.table_sync import TableSync
 from splitjax.primitives.walk import Site, equation_at
+from splitjax.step.boundary import Twin
 from splitjax.trace.graph import Graph, LookupTable
 
 

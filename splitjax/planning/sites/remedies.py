@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.errors import PartitionerError
-from splitjax.lower.products.constraints import FREE
-from splitjax.lower.products.sharded_dims import ShardedDims
 from splitjax.mesh import MeshShape
 from splitjax.partitioner import COVERED, Action, Defect, Touched, defect_named, defect_of
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
+from splitjax.planning.sites.constraints import FREE
+from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.graph import Graph, Suspect
 from splitjax.trace.suspects import operation_of

@@ -12,19 +12,16 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
-from splitjax.cost.flow import used_axes
 from splitjax.errors import PartialError
-from splitjax.lower.boundary import boundary_of
-from splitjax.lower.partial.truncation import Truncation
 from splitjax.partial.balance import balanced_examples
 from splitjax.partial.depths import Depths, choose_depths
 from splitjax.partial.pinned import pinned_depths, pinned_request
 from splitjax.partial.request import TEMPORAL, PartialBackprop
 from splitjax.partial.stages import BackpropStages, find_stages, with_times
 from splitjax.plan import PartialPlan, Plan
+from splitjax.planning.workers import Workers, workers_of
 from splitjax.primitives.walk import Site, boundaries, equation_at
+from splitjax.step.boundary import boundary_of
 from splitjax.trace.graph import Graph
 
 
@@ -34,7 +31,7 @@ class PartialStep:
 
     - `graph`: of the traced step.
     - `site`: its gradient boundary.
-    - `axes`: the mesh axes of the workers, major first.
+    - `workers`: who differentiates to depths of their own.
     - `depths`: how far each slot differentiates.
     - `params`: by position of a differentiated operand of the boundary, the path of its parameter (or what the boundary
       calls it).
@@ -43,7 +40,7 @@ class PartialStep:
 
     graph: Graph
     site: Site
-    axes: tuple[str, ...]
+    workers: Workers
     depths: Depths
     params: Mapping[int, str]
     examples: tuple[int, ...] = ()
@@ -76,14 +73,10 @@ class PartialStep:
         by_param = {self.params[position]: segment for position, segment in own.items()}
         return own | {position: by_param[param] for position, param in self._further(eqn, more).items()}
 
-    def truncation(self, mesh: Mesh, eqn: Any, more: Sequence[str], cycle_step: Any) -> Truncation:
-        """Says how the boundary is truncated in a step.
-
-        **Arguments:** `mesh`: the whole mesh. `eqn`, `more`: as for `segments_for`. `cycle_step`: i32[], the step's
-        number in the cycle of the depths.
-        """
-        params = {**self.params, **self._further(eqn, more)}
-        return Truncation(self.depths, self.segments_for(eqn, more), params, self.axes, mesh, cycle_step, self.examples)
+    def params_for(self, eqn: Any, more: Sequence[str] = ()) -> dict[int, str]:
+        """Gives the path of the parameter by the position of a differentiated operand. `eqn`, `more`: as for
+        `segments_for`."""
+        return {**self.params, **self._further(eqn, more)}
 
     def _further(self, eqn: Any, more: Sequence[str]) -> dict[int, str]:
         """Gives the parameter by the position of a further operand."""
@@ -140,27 +133,20 @@ def find_partial(
     if request is None:
         return None
     site = find_boundary(graph, jaxpr, place)
-    axes = worker_axes(graph, plan)
+    workers = workers_of(plan, gathers=True)
     stages, params = stages_of(graph, jaxpr, site, request)
-    num_workers = plan.mesh.size(axes)
     depths = (
-        choose_depths(stages, request, num_workers, place)
+        choose_depths(stages, request, workers.num_workers, place)
         if pinned is None
-        else pinned_depths(stages, pinned, request, num_workers)
+        else pinned_depths(stages, pinned, request, workers.num_workers)
     )
     if not request.rebalance:
-        return PartialStep(graph, site, axes, depths, params)
-    examples, unit = () if pinned is None else pinned.examples, devices_of_worker(plan, axes)
+        return PartialStep(graph, site, workers, depths, params)
+    examples, unit = () if pinned is None else pinned.examples, workers.devices_each
     # the plan was made for another batch, or for none
     if sum(examples) != graph.num_examples or any(share % unit for share in examples):
         examples = balanced_examples(depths, _num_examples(graph), place, unit)
-    return PartialStep(graph, site, axes, depths, params, examples)
-
-
-def devices_of_worker(plan: Plan, axes: tuple[str, ...]) -> int:
-    """Counts the devices that share the examples of a worker in equal parts: the places along the batch axes of `plan`
-    that are none of `axes`, those of the workers."""
-    return plan.mesh.size(tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in axes))
+    return PartialStep(graph, site, workers, depths, params, examples)
 
 
 def stages_of(
@@ -194,18 +180,6 @@ def stages_of(
             )
         stages = with_times(stages, seconds, measured.forward_seconds)
     return stages, params
-
-
-def worker_axes(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """Gives the batch axes of `plan` over which no parameter of the step is split while it is used.
-
-    Each place along them is a worker, whatever it shares its examples with along the other axes. `graph`: the step's.
-    """
-    used: set[str] = set()
-    for leaf in plan.leaves:
-        if leaf.role == "param":
-            used |= set(used_axes(leaf.spec, plan.mesh, plan.batch_axes, plan.replicated_batch))
-    return tuple(axis for axis in plan.mesh.present(plan.batch_axes) if axis not in used)
 
 
 def find_boundary(graph: Graph, jaxpr: Any, place: str) -> Site:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from splitjax.cost.flow import WeightFlow, flows, linked
-from splitjax.mesh import DATA, MeshShape
+from splitjax.cost.flow import WeightFlow, linked
+from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, spec_axes
 from splitjax.trace.graph import Graph, Use
 
@@ -81,35 +81,33 @@ class WeightUse:
     axes: tuple[str, ...]
 
 
-def weight_uses(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
-) -> tuple[WeightUse, ...]:
+def weight_uses(chain: Sequence[WeightFlow], leaves: Sequence[LeafPlan], mesh: MeshShape) -> tuple[WeightUse, ...]:
     """Lists the forward uses of weights inside gradient boundaries, in program order.
 
-    **Arguments:**
-
-    - `graph`: of the step. `leaves`: of the plan.
-    - `mesh`: the shape of the mesh.
-    - `batch_axes`: the mesh axes that split the batch, major first.
-    - `replicated_batch`: over which axes replicated layers split it, as the plan has it ("all": over every axis).
+    **Arguments:** `chain`: how the step's activations flow, as `cost.flow.flows` gives it. `leaves`: of the plan.
+    `mesh`: the shape of the mesh.
     """
     split = {leaf.path: mesh.present(spec_axes(leaf.spec)) for leaf in leaves}
-    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
     return tuple(
         WeightUse(flow.use.site, flow.use.layer, split[flow.use.param]) for flow in chain if flow.use.in_boundary
     )
 
 
 def derive_exchanges(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
+    graph: Graph,
+    chain: Sequence[WeightFlow],
+    leaves: Sequence[LeafPlan],
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
 ) -> tuple[Exchange, ...]:
     """Derives the exchanges of a step's forward products inside gradient boundaries, in program order.
 
-    `graph`, `leaves`, `mesh`, `batch_axes` and `replicated_batch` are those of `weight_uses`. Products that are left to
-    XLA (see the module's docstring) have no exchange.
+    **Arguments:** `graph`: of the step. `chain`, `leaves`, `mesh`: as for `weight_uses`. `batch_axes`: the mesh axes
+    that split the batch, major first.
+
+    Products that are left to XLA (see the module's docstring) have no exchange.
     """
     planned = {leaf.path: leaf for leaf in leaves}
-    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
     exchanges = (_exchange(graph, flow, chain, planned, mesh, batch_axes) for flow in chain)
     return tuple(exchange for exchange in exchanges if exchange is not None)
 
@@ -126,7 +124,7 @@ def _exchange(
     use, leaf = flow.use, planned[flow.use.param]
     axes = mesh.present(spec_axes(leaf.spec))
     rest = tuple(axis for axis in batch_axes if axis not in axes)
-    if use.primitive != "dot_general" or not use.in_boundary or not use.editable or DATA in axes or not axes:
+    if use.primitive != "dot_general" or not use.in_boundary or not use.editable or mesh.roles.store(axes) or not axes:
         return None
     if use.data is None:
         return None

@@ -21,10 +21,10 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.cost.flow import used_axes
-from splitjax.lower.products.exchange import STAY, Exchange
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
-from splitjax.rules.sharded_state import whole_dims
+from splitjax.planning.sites.exchange import STAY, Exchange
+from splitjax.rules.match import whole_dims
 from splitjax.trace.graph import Dim, Graph, Use
 
 # dims of the weight operand, each with the axes that its gradient gains
@@ -44,6 +44,7 @@ class Scatter:
     - `kept`: dims of the weight that other axes split, as the rules have them.
     - `stored`: dims along which the weight is stored in parts, and gathered for the product: once forward, once
       backward.
+    - `out_kept`: dims of the result that are split as `kept` has them; None where tracing does not tell them apart.
     """
 
     site: tuple[int, ...]
@@ -56,6 +57,7 @@ class Scatter:
     parts: Parts
     kept: Parts = ()
     stored: Parts = ()
+    out_kept: Parts | None = None
 
     def fits(self, eqn: Any) -> bool:
         """Returns whether the equation `eqn` treats examples one by one, so that a device can evaluate it for its
@@ -256,7 +258,23 @@ def _scatter(
         (*stored, *gained),
         kept,
         stored,
+        _kept_in_result(graph, use, kept),
     )
+
+
+def _kept_in_result(graph: Graph, use: Use, kept: Parts) -> Parts | None:
+    """Returns the dims of a use's result that are split as the dims `kept` of its weight are: none for a contracted
+    dim. None where a dim class stands twice in the result, or is both contracted and free."""
+    weight = [graph.local[dim[0]] if dim else None for dim in use.weight_dims]
+    out = [graph.local[dim[0]] if dim else None for dim in use.out_dims]
+    data = [graph.local[dim[0]] if dim else None for dim in use.data_dims]
+    parts = []
+    for dim, axes in kept:
+        places = [position for position, label in enumerate(out) if label == weight[dim]]
+        if weight.count(weight[dim]) > 1 or len(places) > 1 or (places and weight[dim] in data):
+            return None
+        parts += [(place, axes) for place in places]
+    return tuple(parts)
 
 
 def gradient_gains(leaf: LeafPlan) -> bool:

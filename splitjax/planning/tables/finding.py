@@ -14,11 +14,12 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import SyncError
-from splitjax.lower.tables.lookups import ids_of
-from splitjax.lower.tables.sparse_step import SparseStep
-from splitjax.lower.tables.sync_request import SyncRequest
-from splitjax.lower.tables.table_sync import IdCut, TableSync
 from splitjax.plan import LeafPlan, Plan, spec_axes
+from splitjax.planning.tables.lookups import ids_of
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import SyncRequest
+from splitjax.planning.tables.table_sync import IdCut, TableSync
+from splitjax.planning.workers import Workers
 from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.walk import boundaries, equation_at
 from splitjax.sync.all_gather import AllGather
@@ -137,8 +138,8 @@ class _Syncing:
         update = _update(table, asked)
         assert update is not None, "a table whose update does not act on rows stays dense"
         split = spec_axes(leaf.spec[1:])
-        axes = tuple(axis for axis in mesh.present(self.plan.batch_axes) if axis not in split)
-        num_workers = mesh.size(axes)
+        workers = Workers.beside(mesh, self.plan.batch_axes, split)
+        axes, num_workers = workers.axes, workers.num_workers
         is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
         if self.chosen is not None:
             scheme, capacities = self.chosen[table.param]

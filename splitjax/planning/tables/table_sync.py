@@ -1,6 +1,6 @@
 """Says how a table is synchronised by rows, as a value: its layout, its workers, its lookups and its exchange.
 
-`lower.tables.finding` makes a `TableSync` of what the plan and the user say about a table; the exchanges
+`planning.tables.finding` makes a `TableSync` of what the plan and the user say about a table; the exchanges
 (`lower.tables.table_rows`, `lower.tables.owned_rows`) and those who place residuals read it.
 """
 

@@ -1,7 +1,8 @@
-"""Holds what a plan decides about a step's operations, by site: the `StepLayout` that evaluation reads.
+"""Holds what a plan decides about a step's operations, by site: the `SiteLayout` that planning makes.
 
-The plan's constraints and the products whose collectives are written out come in, in any order; a `StepLayout` comes
-out, in which evaluation (`lower.products.interpret`) looks an operation up by its site.
+The plan's constraints and the products whose collectives are written out come in, in any order; a `SiteLayout` comes
+out. With a mesh to run or to lower on it is a `StepLayout`, in which evaluation (`lower.products.interpret`) looks an
+operation up by its site.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import cast
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.transforms import LocalTransform
-from splitjax.lower.products.exchange import Exchange, WeightUse
-from splitjax.lower.products.scatter import Scatter, Summed
 from splitjax.plan import Constraint, Spec, SpecEntry
+from splitjax.planning.sites.exchange import Exchange, WeightUse
+from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.planning.sites.scatter import Scatter, Summed
 from splitjax.primitives.walk import Site
 
 
@@ -42,43 +43,35 @@ class SiteDecisions:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepLayout:
-    """Holds by site what a plan decides about a step's operations, on a mesh.
+class SiteLayout:
+    """Holds by site what a plan decides about a step's operations, whatever devices they run on.
 
-    - `mesh`: of the step.
     - `by_site`: the constraints.
     - `inside`: every site that has something (or a boundary) further in.
     - `exchanges`: of products with split weights, inside of boundaries.
     - `sums`: products, biases and scales whose gradients are summed into parts, inside of boundaries.
     - `uses`: the uses of weights inside of boundaries, in program order.
-    - `manual`: the axes of a surrounding `shard_map`: shardings refer to the mesh in context.
     - `names`: the layers of products, by which reports and profiles know them again.
     - `convolutions`: those that XLA is not asked to partition.
     - `transforms`: Fourier transforms that it is not asked to partition.
     - `rewritten`: operations that are evaluated as others of the same meaning.
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
-    - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
     """
 
-    mesh: Mesh
-    by_site: Mapping[Site, tuple[Constraint, ...]]
-    inside: frozenset[Site]
+    by_site: Mapping[Site, tuple[Constraint, ...]] = dataclasses.field(default_factory=dict)
+    inside: frozenset[Site] = frozenset()
     exchanges: Mapping[Site, Exchange] = dataclasses.field(default_factory=dict)
     sums: Mapping[Site, Scatter | Summed] = dataclasses.field(default_factory=dict)
     uses: tuple[WeightUse, ...] = ()
-    manual: tuple[str, ...] = ()
     names: Mapping[Site, str] = dataclasses.field(default_factory=dict)
     convolutions: Mapping[Site, LocalConvolution] = dataclasses.field(default_factory=dict)
     transforms: Mapping[Site, LocalTransform] = dataclasses.field(default_factory=dict)
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
-    rematerialised: bool = False
 
     @classmethod
-    def of(
-        cls, mesh: Mesh | AbstractMesh, constraints: Sequence[Constraint], decided: SiteDecisions | None = None
-    ) -> StepLayout:
-        """Makes a layout for `mesh` of the plan's `constraints` and of what else was `decided`, in any order."""
+    def of(cls, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> SiteLayout:
+        """Makes a layout of the plan's `constraints` and of what else was `decided`, in any order."""
         decided = decided or SiteDecisions()
         by_site: dict[Site, list[Constraint]] = collections.defaultdict(list)
         for constraint in constraints:
@@ -86,32 +79,21 @@ class StepLayout:
         explicit, convolutions = decided.explicit, decided.convolutions
         own_sites = (decision.site for decision in (*explicit, *convolutions, *decided.transforms))
         sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
-        inside = frozenset(site[:depth] for site in sites for depth in range(1, len(site)))
-        pinned = {site: tuple(here) for site, here in by_site.items()}
-        exchanges = {product.site: product for product in explicit if isinstance(product, Exchange)}
-        sums = {product.site: product for product in explicit if not isinstance(product, Exchange)}
-        local = {convolution.site: convolution for convolution in convolutions}
         return cls(
-            cast(Mesh, mesh),  # a layout that is evaluated is made for one with devices
-            pinned,
-            inside,
-            exchanges,
-            sums,
-            tuple(decided.uses),
+            by_site={site: tuple(here) for site, here in by_site.items()},
+            inside=frozenset(site[:depth] for site in sites for depth in range(1, len(site))),
+            exchanges={product.site: product for product in explicit if isinstance(product, Exchange)},
+            sums={product.site: product for product in explicit if not isinstance(product, Exchange)},
+            uses=tuple(decided.uses),
             names=dict(decided.names),
-            convolutions=local,
+            convolutions={convolution.site: convolution for convolution in convolutions},
             transforms={transform.site: transform for transform in decided.transforms},
             rewritten=frozenset(decided.rewrites),
             guarded=frozenset(decided.guarded),
         )
 
-    def without(self, manual: Sequence[str]) -> StepLayout:
-        """Returns the same layout for the inside of a `shard_map` over the axes `manual`, which do not occur in its
-        constraints."""
-        if not manual:
-            return self
-        if set(manual) >= set(self.mesh.axis_names):
-            return dataclasses.replace(self, by_site={}, manual=tuple(manual))
+    def without(self, manual: Sequence[str]) -> SiteLayout:
+        """Returns the same layout without the axes `manual` in its constraints."""
 
         def keep(entry: SpecEntry) -> SpecEntry:
             if isinstance(entry, tuple):
@@ -126,7 +108,41 @@ class StepLayout:
             )
             for site, here in self.by_site.items()
         }
-        return dataclasses.replace(self, by_site=stripped, manual=tuple(manual))
+        return dataclasses.replace(self, by_site=stripped)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """Holds what evaluation needs to know of a step: what its plan decides by site, and where it is evaluated.
+
+    - `where`: the mesh, and the axes of a surrounding `shard_map`: within such, shardings refer to the
+      mesh in context.
+    - `sites`: what the plan decides.
+    - `rematerialised`: whether this is the inside of a function that the backward pass runs again.
+    """
+
+    where: MeshContext
+    sites: SiteLayout = dataclasses.field(default_factory=SiteLayout)
+    rematerialised: bool = False
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh of the step."""
+        return self.where.mesh
+
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """The axes of a surrounding `shard_map`."""
+        return self.where.manual
+
+    def without(self, manual: Sequence[str]) -> StepLayout:
+        """Returns the same layout for the inside of a `shard_map` over the axes `manual`, which do not occur in its
+        constraints."""
+        if not manual:
+            return self
+        is_everywhere = set(manual) >= set(self.mesh.axis_names)
+        sites = dataclasses.replace(self.sites, by_site={}) if is_everywhere else self.sites.without(manual)
+        return dataclasses.replace(self, where=MeshContext(self.mesh, tuple(manual)), sites=sites)
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:

@@ -1,0 +1,110 @@
+"""No exception is control flow: what cannot be done is returned as a value (`errors.Refusal`), and raised for users.
+
+An error may be caught to be raised again, with its place or as another type. To catch one of the package's own errors
+and go on is to choose a branch by it, which stands below with its reason or nowhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import pathlib
+from collections.abc import Iterator, Mapping
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+ENDS_A_COMMAND = "the command ends with the error as its text"
+STRANGERS_CODE = "the user's step is traced at other sizes, and anything in it may refuse"
+THROUGH_JAX = "what raises it runs inside of a trace of JAX, which hands no values back"
+STORAGE = "storage and other processes fail while a run goes on, at any depth"
+OLD_FILE = "the file is left aside, whatever is wrong with it"
+RULES = "a rule of an operation refuses at any depth; the classifier, which asks it, makes a value of that"
+
+# Where one of the package's own errors is caught and not raised again: how often, and why.
+CAUGHT = {
+    "cli/__init__.py: main": (2, ENDS_A_COMMAND),
+    "lower/microbatch/classify.py: whole_batch_info": (1, RULES),
+    "lower/microbatch/classify.py: _Classifier.rule": (1, RULES),
+    "lower/microbatch/classify.py: _Classifier.node": (1, RULES),
+    "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
+    "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),
+    "runtime/checkpoint/carrying.py: put_together": (1, OLD_FILE),
+    "runtime/checkpoint/checkpoints.py: Checkpoints.save": (1, STORAGE),
+    "runtime/checkpoint/checkpoints.py: Checkpoints.__exit__": (1, STORAGE),
+    "runtime/checkpoint/checkpoints.py: Checkpoints._finish": (1, STORAGE),
+    "runtime/launch/peers.py: Peers.collect": (1, STORAGE),
+    "runtime/training/ledger.py: _read": (1, OLD_FILE),
+    "search/reducing.py: reduce_network": (1, "a limit is found out to be broken in the midst of a reduction"),
+    "step/traced.py: _way_to_trace": (1, STRANGERS_CODE),
+    "step/traced.py: resized_trace.resized": (1, STRANGERS_CODE),
+    "verify/verifying.py: _Run._compared": (3, STRANGERS_CODE),
+    "verify/verifying.py: _Run._located": (1, STRANGERS_CODE),
+}
+
+
+def own_errors(trees: Mapping[str, ast.AST]) -> set[str]:
+    """Names of the exceptions that the package defines."""
+    bases = {
+        node.name: [ast.unparse(base).split(".")[-1] for base in node.bases]
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def is_error(name: str, seen: frozenset[str] = frozenset()) -> bool:
+        builtin = getattr(builtins, name, None)
+        if isinstance(builtin, type):
+            return issubclass(builtin, BaseException)
+        return name not in seen and any(is_error(base, seen | {name}) for base in bases.get(name, ()))
+
+    return {name for name in bases if is_error(name)}
+
+
+def caught(tree: ast.AST, errors: set[str], around: tuple[str, ...] = ()) -> Iterator[str]:
+    """Qualified names of the functions that catch one of `errors` and do not raise at the handler's end."""
+    for node in ast.iter_child_nodes(tree):
+        inside = around
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inside = (*around, node.name)
+        if isinstance(node, ast.ExceptHandler) and node.type is not None and not ends_with_an_error(node.body[-1]):
+            types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if errors & {ast.unparse(kind).split(".")[-1] for kind in types}:
+                yield ".".join(around)
+        yield from caught(node, errors, inside)
+
+
+def ends_with_an_error(last: ast.stmt) -> bool:
+    """Whether the last statement of a handler raises, by itself or by a function that returns nothing."""
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+        return ast.unparse(last.value.func).endswith(("fail", "_fail"))
+    return isinstance(last, ast.Raise)
+
+
+def test_no_error_of_the_package_chooses_a_branch():
+    files = {
+        file.relative_to(ROOT / "splitjax").as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for file in sorted((ROOT / "splitjax").rglob("*.py"))
+    }
+    errors, counts = own_errors(files), {}
+    for file, tree in files.items():
+        for name in caught(tree, errors):
+            counts[f"{file}: {name}"] = counts.get(f"{file}: {name}", 0) + 1
+    assert counts == {name: count for name, (count, _) in CAUGHT.items()}
+
+
+def test_what_is_caught_is_seen():
+    tree = ast.parse(
+        "class MyError(Base): ...\n"
+        "class Base(ValueError): ...\n"
+        "class A:\n"
+        "    def branch(self):\n"
+        "        try: f()\n"
+        "        except (KeyError, errors.MyError): return None\n"
+        "    def told(self):\n"
+        "        try: f()\n"
+        "        except MyError as error: raise Base() from error\n"
+        "        except KeyError: pass\n"
+    )
+    errors = own_errors({"a": tree})
+    assert errors == {"MyError", "Base"}
+    assert list(caught(tree, errors)) == ["A.branch"]
