@@ -105,7 +105,8 @@ def test_a_line_of_the_figures_of_sparse_training_has_one_figure():
     ]
     assert len(rows) == 6
     for _, figures, _ in rows:
-        assert [len(re.findall(r"[\d.]+x", line)) for line in figures.split("<br>")] == [1, 1]
+        assert [len(re.findall(r"[\d.]+x", line)) for line in figures.split("<br>")] == [1, 1, 1]
+        assert "PyTorch" in figures.split("<br>")[0], "the strongest rival comes first"
 
 
 # Nobody understood them; each has a plain sentence in its place.

@@ -64,14 +64,15 @@ class Codec(Generic[T]):
 
     def values(self, document: T) -> Any:
         """Returns `document` as JSON values (dict, list, str, int, float, bool, None), without the format number."""
-        return self._plain(document, "")
+        values = self._plain(document, "")
+        if self.unless_empty:
+            values = {key: value for key, value in values.items() if value or key not in self.unless_empty}
+        return values
 
     def text(self, document: T) -> str:
         """Returns `document` as JSON text (ASCII), keys in the order of the fields. Raises `error` for a value that
         JSON cannot hold."""
         values = self.values(document)
-        if self.unless_empty:
-            values = {key: value for key, value in values.items() if value or key not in self.unless_empty}
         if self.format is not None:
             values = {"format": self.format, **values}
         if not self.entries:

@@ -248,6 +248,7 @@ PROFILE_JSON: Codec[JobProfile] = Codec(
         whole="the whole",
     ),
     finite=True,
+    unless_empty=("switch_seconds",),
 )
 
 
