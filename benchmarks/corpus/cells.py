@@ -16,7 +16,11 @@ MODELS = (
     "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0", "convnext_tiny",
 )  # fmt: skip
 LIBRARIES = ("linen", "nnx")
-MESHES: dict[str, dict[str, int]] = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}}
+MESHES: dict[str, dict[str, int]] = {
+    "8": {"data": 8},
+    "2x4": {"data": 2, "model": 4},
+    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
 SYNCS = ("dense", "auto", "row_exchange", "zen")
 FULL, BRANCHES, PROGRAMS = "full", "branches", "programs"
 PARTIALS = (FULL, BRANCHES, PROGRAMS)
@@ -37,7 +41,7 @@ DRAWS_BESIDE_BATCH_NORM = ("efficientnet_b0",)
 # so that `group_comm` decides anything.
 LAYOUTS = (
     ("splitbrain", "2x4"), ("megatron", "2x4"), ("data_parallel", "8"), ("data_parallel", "2x4"),
-    ("fsdp", "8"), ("fsdp", "2x4"), ("embedding_owner", "8"), ("embedding_owner", "2x4"),
+    ("fsdp", "8"), ("fsdp", "2x4"), ("embedding_owner", "8"), ("embedding_owner", "2x4"), ("transformer", "2x2x2"),
 )  # fmt: skip
 
 

@@ -96,7 +96,9 @@ def test_the_page_is_made_again_without_measuring(tmp_path, monkeypatch, capsys)
         and (tmp_path / pays.PICTURE).is_file()
     )
     monkeypatch.setattr(
-        partial, "run_child", lambda name, part, options: {"facts": facts(2.0), "seconds": 2.0, "load": "-", "header": "new"}
+        partial,
+        "run_child",
+        lambda name, part, options: {"facts": facts(2.0), "seconds": 2.0, "load": "-", "header": "new"},
     )
     assert partial.main([*arguments, "--only", "pays"]) == 1, "a goal is missed"
     assert "nowhere" in (tmp_path / "partial.md").read_text() and json.loads((tmp_path / "partial.json").read_text())[
