@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from splitjax.mesh import MeshSizes
     from splitjax.partial.request import PartialBackprop
     from splitjax.plan import Plan
+    from splitjax.roles import Role
     from splitjax.rules import RuleSet
     from splitjax.sync.scheme import ByRows, Scheme
 
@@ -53,7 +54,7 @@ class ParallelizeOptions(TypedDict, total=False):
     """The keywords of the decorators; `splitjax.parallelize` says what each means."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None
-    roles: Mapping[str, RoleName] | None
+    roles: Mapping[str, RoleName | Role] | None
     rules: RuleSetName | str | os.PathLike[str] | RuleSet
     group_comm: GroupComm
     sync: SyncName | Scheme | ByRows | Mapping[str, SyncName | Scheme | ByRows]

@@ -253,8 +253,8 @@ class _Loop:
             logger.warning(
                 "splitjax: %s: going on with the state of the checkpoint of step %d and the next batch", problem, saved
             )
-        if carries is not None:
-            self.step.resume(carries)
+        if carries is not None and (resume := getattr(self.step, "resume", None)) is not None:
+            resume(carries)
         return state
 
     def _rolled_back(self, problem: str, state: Any) -> tuple[Any, Any, int]:

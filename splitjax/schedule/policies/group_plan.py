@@ -55,6 +55,32 @@ def demands(view: View, partial: bool) -> NDArray[np.float64]:
 class GroupPlan:
     """Decides on the groups of one moment: those that run, as they are to change, and those that are to begin."""
 
+    view: View
+    order: Order
+    discipline: str
+    max_members: int
+    density: float
+    partial: bool
+    densest: float
+    demands: NDArray[np.float64]
+    all_folds: NDArray[np.bool_]
+    num_workers: NDArray[np.int64]
+    demand: NDArray[np.float64]
+    limit: int
+    scarce: bool
+    folds: NDArray[np.bool_]
+    admitted: NDArray[np.bool_]
+    free: NDArray[np.bool_]
+    rank: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    size: NDArray[np.float64]
+    slot: NDArray[np.int64]
+    had: NDArray[np.int64]
+    load: NDArray[np.float64]
+    width: NDArray[np.float64]
+    count: NDArray[np.int64]
+    folded: NDArray[np.bool_]
+
     def __init__(self, view: View, order: Order, discipline: str, options: PackingOptions):
         self.view, self.order, self.discipline, self.max_members = view, order, discipline, options.max_members
         self.density, self.partial = options.density, options.partial
