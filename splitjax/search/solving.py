@@ -78,7 +78,8 @@ class _Clock:
         self.struck = False
 
     def spend(self, work: int, share: float = 1.0) -> bool:
-        """Adds work that was done; tells whether less than `share` of the work and of the time is used up."""
+        """Adds work that was done; tells whether less than `share` of the work and of the time is used up. Where the
+        time is, even a share of it, what comes out hangs on the clock from then on, and `struck` says so."""
         self.work += work
         if self.seconds is not None and time.monotonic() - self.begin > share * self.seconds:
             self.struck = True
@@ -149,7 +150,7 @@ def _search(
     prices = PriceSearch(reduced)
     pass_work = 4 * prices.num_entries + 2_000 * len(reduced.costs) + 10 * reduced.timeline.limits.size
     climb = Climb(network, reduced, np.random.default_rng(seed))
-    next_start, going, struck = FIRST_START, True, clock.struck
+    next_start, going = FIRST_START, True
     while going and not prices.settled:
         known = climb.best_cost if climb.best is not None else _guess(prices.bound)
         prices.step(known)
@@ -158,7 +159,6 @@ def _search(
         if prices.num_passes >= next_start:
             next_start = next_start * 3 // 2
             going = clock.spend(climb.start(prices.candidates()[:2]), PRICING_SHARE) and not _closed(climb, bound)
-    clock.struck = struck  # a share is no end
     if clock.spend(0) and not _closed(climb, bound):
         clock.spend(climb.start(prices.candidates()))
     while climb.best is not None and not climb.exhausted and not _closed(climb, bound):

@@ -323,10 +323,9 @@ def _kill_once(folder, rng, reached, said, *, may_only_start):
             trainer.wait()
             said += [f"printed before it died: {output!r}", f"exit status {trainer.returncode}, stderr:\n{errors}"]
     assert trainer.returncode == -signal.SIGKILL
-    # A save begins when the one before it is complete.
-    reached = max(
-        [reached, *(int(text.removeprefix("saved ")) for text in output.splitlines() if text.startswith("saved"))]
-    )
+    # A save begins when the one before it is complete. The last line may be cut off: the process died over it.
+    whole = output[: output.rfind("\n") + 1].splitlines()
+    reached = max([reached, *(int(text.removeprefix("saved ")) for text in whole if text.startswith("saved"))])
     with Checkpoints(CheckpointOptions(folder, read_only=True)) as checkpoints:
         for step in checkpoints.steps():
             restored = checkpoints.restore(LIKE, step=step)
