@@ -83,8 +83,8 @@ def interrupted(code, *arguments, number=signal.SIGINT):
 
 COMPILING = """
 import jax
-def tell(event, seconds, **_):
-    if "jaxpr_to_mlir" in event and seconds > 0.05:
+def tell(event, seconds, fun_name="", **_):
+    if "jaxpr_to_mlir" in event and "train_step" in fun_name:
         print("now", flush=True)
 jax.monitoring.register_event_duration_secs_listener(tell)
 """
