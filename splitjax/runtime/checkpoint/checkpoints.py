@@ -26,9 +26,10 @@ from splitjax.runtime.checkpoint.choice import choose, complete, newest_good, re
 from splitjax.runtime.checkpoint.description import Description
 from splitjax.runtime.checkpoint.failures import failure, shorten
 from splitjax.runtime.checkpoint.options import CheckpointOptions, Restored
+from splitjax.runtime.checkpoint.orbax_tree import keeps_structure
 from splitjax.runtime.checkpoint.reading import read_checkpoint
-from splitjax.runtime.checkpoint.state_io import ArrayWriter, check_targets, quiet_orbax
-from splitjax.runtime.checkpoint.state_match import StateLeaf, describe, reject_consumed
+from splitjax.runtime.checkpoint.state_io import ArrayWriter, StoredPart, check_targets, quiet_orbax
+from splitjax.runtime.checkpoint.state_match import describe, reject_consumed
 from splitjax.runtime.launch.peers import Peers, of_any
 
 logger: logging.Logger = logging.getLogger("splitjax")
@@ -131,7 +132,8 @@ class Checkpoints:
         step = _checked_step(step)
         leaves, more = describe(state), taken_apart(carried)
         reject_consumed(leaves, state)
-        description = Description(step, leaves, dict(extra or {}), more.entry).to_json()
+        as_tree = keeps_structure(state)
+        description = Description(step, leaves, dict(extra or {}), more.entry, as_tree).to_json()
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._join()
         try:
@@ -144,7 +146,9 @@ class Checkpoints:
         if name is None:
             return False
         save = _Save(step, self._folder / name, end, time.monotonic(), description, values)
-        writer, problem = self._start(save, (*leaves, *more.leaves), (state, more.arrays))
+        arrays = StoredPart(save.folder / folders.STATE, leaves, state, as_tree)
+        carries = StoredPart(save.folder / folders.CARRIED, more.leaves, more.arrays, as_tree=False)
+        writer, problem = self._start(save, arrays, carries)
         thread = threading.Thread(target=self._finish, args=(save, writer, problem), name=f"checkpoint-{step}")
         self._pending = save, thread
         thread.start()
@@ -305,11 +309,11 @@ class Checkpoints:
 
     # In every process.
 
-    def _start(self, save: _Save, leaves: Sequence[StateLeaf], state: Any) -> tuple[ArrayWriter | None, str | None]:
+    def _start(self, save: _Save, *parts: StoredPart) -> tuple[ArrayWriter | None, str | None]:
         if not save.folder.is_dir():
             return None, f"sees no folder {save.folder}: all processes need a file system that they share"
         try:
-            return ArrayWriter(save.folder / folders.STATE, leaves, state), None
+            return ArrayWriter(parts), None
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
 

@@ -20,12 +20,15 @@ class Description:
     - `leaves`: of the state, in the order of the pytree.
     - `extra`: JSON values that the training loop wanted kept.
     - `carried`: what the step carried, as `carrying` writes it; None for nothing.
+    - `as_tree`: whether orbax stored the state as the pytree that it is, or flat by path. None in checkpoints of
+      versions before this key: flat, and what the step carried in the same folder.
     """
 
     step: int
     leaves: tuple[StateLeaf, ...]
     extra: Mapping[str, Any]
     carried: Mapping[str, Any] | None = None
+    as_tree: bool | None = None
 
     def to_json(self) -> str:
         """Returns the text of the file. Raises `CheckpointError` for an `extra` that would not come back equal."""
@@ -43,7 +46,7 @@ _JSON = Codec(
     Description,
     CheckpointError,
     Wording("a description of a checkpoint", "restore another checkpoint, or the file from a copy"),
-    forms={StateLeaf: LEAF_FORM, Description: without_nones("carried")},
+    forms={StateLeaf: LEAF_FORM, Description: without_nones("carried", "as_tree")},
 )
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from splitjax.errors import CheckpointError
 from splitjax.runtime.checkpoint import integrity
 
-STATE = "state"  # the arrays, written by orbax
+STATE = "state"  # the state, written by orbax
+CARRIED = "carried"  # arrays that the step carries between calls, if there are any; written by orbax
 DESCRIPTION = "checkpoint.json"  # step, leaves, extra
 
 _STEP = re.compile(r"0|[1-9][0-9]*")

@@ -27,8 +27,13 @@ def read_checkpoint(
     if about is None:
         raise CheckpointError("the manifest was damaged while the checkpoint was read", place=str(path))
     more = targets(description.carried, like)
-    saved = (*description.leaves, *more.leaves)
-    state, arrays = read_arrays(path / folders.STATE, saved, (like, more.arrays), (*wanted, *more.leaves))
+    states, carries = path / folders.STATE, path / folders.CARRIED
+    if description.as_tree is None:  # written before the two had folders of their own
+        both, leaves = (like, more.arrays), (*wanted, *more.leaves)
+        state, arrays = read_arrays(states, (*description.leaves, *more.leaves), both, leaves, as_tree=False)
+    else:
+        state = read_arrays(states, description.leaves, like, wanted, as_tree=description.as_tree)
+        arrays = read_arrays(carries, more.leaves, more.arrays, more.leaves, as_tree=False)
     carried = put_together(description.carried, arrays)
     return Restored(step, _shared_as(like, state), description.extra, about["metrics"], skipped, carried)
 

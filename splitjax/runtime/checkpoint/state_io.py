@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -25,32 +26,44 @@ from etils import epath
 
 from splitjax import _compat
 from splitjax.errors import CheckpointError
+from splitjax.runtime.checkpoint.orbax_tree import by_path, stored_tree
 from splitjax.runtime.checkpoint.state_match import PYTHON_TYPES, StateLeaf, is_key
 
 
-class ArrayWriter:
-    """Writes the arrays of one save to a folder, whole or this process's shards of them.
+@dataclasses.dataclass(frozen=True)
+class StoredPart:
+    """Holds what is written to one folder of a checkpoint.
 
-    **Arguments:**
-
-    - `folder`: where they are written, on a file system that all processes share.
-    - `leaves`: describe the leaves of `state`, in its order.
-    - `state`: a pytree of arrays, numbers and strings.
+    - `folder`: where, on a file system that all processes share; made where it is missing.
+    - `leaves`: describe the leaves of `tree`, in its order.
+    - `tree`: a pytree of arrays, numbers and strings.
+    - `as_tree`: whether it is stored as the pytree that it is (`orbax_tree.keeps_structure`), or flat by path.
     """
 
-    def __init__(self, folder: Path, leaves: Sequence[StateLeaf], state: Any):
+    folder: Path
+    leaves: Sequence[StateLeaf]
+    tree: Any
+    as_tree: bool
+
+
+class ArrayWriter:
+    """Writes the arrays of one save, whole or this process's shards of them.
+
+    **Arguments:** `parts`: what is written, each to a folder of its own; those without anything to store have none.
+    """
+
+    def __init__(self, parts: Sequence[StoredPart]):
         """Copies to the host and starts writing. Once this returns, the state's arrays may be donated."""
-        self._folder = epath.Path(folder)
-        self._handler = _handler()
         self._futures: list[Any] = []
-        arrays = {
-            leaf.path: _storable(value)
-            for leaf, value in zip(leaves, jax.tree.leaves(state))
-            if leaf.is_stored_as_array
-        }
-        self._is_empty = not arrays
-        if arrays:
-            self._futures = list(_run(self._handler.async_save(self._folder, args=ocp.args.PyTreeSave(arrays))) or ())
+        self._started: list[tuple[ocp.PyTreeCheckpointHandler, epath.Path]] = []
+        for part in parts:
+            arrays = stored_tree(part.leaves, part.tree, lambda _, value: _storable(value), as_tree=part.as_tree)
+            if not jax.tree.leaves(arrays):
+                continue
+            handler, folder = _handler(), epath.Path(part.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._started.append((handler, folder))
+            self._futures += _run(handler.async_save(folder, args=ocp.args.PyTreeSave(arrays))) or ()
 
     def wait(self, deadline: float) -> str | None:
         """Waits until everything is written, at most until `deadline` (`time.monotonic`). Returns what went wrong."""
@@ -66,26 +79,33 @@ class ArrayWriter:
 
     def finish(self) -> None:
         """Joins what the processes wrote; by one process, after all of them waited."""
-        if not self._is_empty:
-            self._handler.finalize(self._folder)
+        for handler, folder in self._started:
+            handler.finalize(folder)
 
 
-def read_arrays(folder: Path, saved: Sequence[StateLeaf], like: Any, wanted: Sequence[StateLeaf]) -> Any:
+def read_arrays(
+    folder: Path, saved: Sequence[StateLeaf], like: Any, wanted: Sequence[StateLeaf], *, as_tree: bool
+) -> Any:
     """Reads the state that lies in a `folder` into the structure, kinds of leaves and shardings of `like`. `saved`
-    describes the leaves in the folder, `wanted` those of `like`; the two agree.
+    describes the leaves in the folder, `wanted` those of `like`; the two agree. `as_tree`: how it was stored.
 
     A leaf of `like` that has a sharding comes back as a `jax.Array` in it; without one (or an array that is not
     committed to its device), as an uncommitted array on the default device; numpy arrays and scalars and Python values
     as what they are.
     """
-    by_path = {leaf.path: leaf for leaf in saved}
-    targets, tree = jax.tree.flatten(like)
-    pairs = [(by_path[leaf.path], target) for leaf, target in zip(wanted, targets)]
-    stored = {leaf.path: _restore_args(leaf, target) for leaf, target in pairs if leaf.is_stored_as_array}
+    known = {leaf.path: leaf for leaf in saved}
+    leaves = [known[leaf.path] for leaf in wanted]
+    stored = stored_tree(leaves, like, _restore_args, as_tree=as_tree)
     arrays: Mapping[str, Any] = {}
-    if stored:
-        arrays = _handler().restore(epath.Path(folder), args=ocp.args.PyTreeRestore(restore_args=stored))
-    return jax.tree.unflatten(tree, [_restored(leaf, target, arrays.get(leaf.path)) for leaf, target in pairs])
+    if jax.tree.leaves(stored):
+        # Orbax looks at the structure of `item` alone, and takes the kinds and layouts of leaves from the other.
+        item = jax.tree.map(lambda _: 0, stored) if as_tree else None
+        restored = _handler().restore(epath.Path(folder), args=ocp.args.PyTreeRestore(item=item, restore_args=stored))
+        arrays = by_path(leaves, like, restored, as_tree=as_tree)
+    targets, tree = jax.tree.flatten(like)
+    return jax.tree.unflatten(
+        tree, [_restored(leaf, target, arrays.get(leaf.path)) for leaf, target in zip(leaves, targets)]
+    )
 
 
 def check_targets(wanted: Sequence[StateLeaf], like: Any) -> None:
@@ -109,9 +129,11 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
-def _storable(value: Any) -> jax.Array | np.ndarray:
+def _storable(value: Any) -> jax.Array | np.ndarray | bool | int | float | str:
     """A leaf as orbax writes it. Views of device memory need no copy: a buffer that the host looks at is not given away
     by donation (the runtime copies it then), which the tests watch. NumPy arrays can be changed in place by anyone."""
+    if isinstance(value, PYTHON_TYPES) and not isinstance(value, np.generic):
+        return value
     if is_key(value):
         value = jax.random.key_data(value)
     is_global = isinstance(value, jax.Array) and not _is_local(value)
@@ -142,6 +164,8 @@ def _stored_sharding(target: Any) -> Any | None:
 
 def _restore_args(leaf: StateLeaf, target: Any) -> Any:
     """Returns orbax's arguments for reading the `leaf` that becomes `target`."""
+    if not leaf.is_stored_as_array:  # a Python value of a tree: the description has it
+        return ocp.RestoreArgs()
     sharding = _stored_sharding(target)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
