@@ -189,6 +189,8 @@ class WatchOptions:
     """The same as a table."""
     tensorboard: pathlib.Path | None = None
     """Folder for TensorBoard, if it is installed."""
+    wandb: str | None = None
+    """Project of Weights & Biases, if it is installed; the run is kept with the checkpoints."""
     profile: pathlib.Path | None = None
     """Folder for a trace of a few steps, for XProf or Perfetto."""
     profile_steps: int = 3

@@ -279,7 +279,7 @@ class _TrainingRun:
         )
 
     def _observers(self, stack: contextlib.ExitStack, done: int) -> list[Any]:
-        from splitjax.runtime.training.metrics import JsonLines, Table, TensorBoard
+        from splitjax.runtime.training.metrics import JsonLines, Table, TensorBoard, WeightsAndBiases
         from splitjax.runtime.training.progress import TrainingProgress, memory_bytes
 
         if not self.first_process:
@@ -291,10 +291,12 @@ class _TrainingRun:
             ).__enter__()
         ]
         stack.callback(made[0].close)
+        folder = self.options.training.checkpoint_dir or pathlib.Path()
         for path, make in (
             (watching.metrics, lambda path: JsonLines(path, done)),
             (watching.csv, lambda path: Table(path, COLUMNS, done)),
             (watching.tensorboard, TensorBoard),
+            (watching.wandb, lambda project: WeightsAndBiases(project, folder)),
         ):
             if path is not None:
                 made.append(make(path))
@@ -335,6 +337,7 @@ _OUTSIDE = frozenset(
         "metrics",
         "csv",
         "tensorboard",
+        "wandb",
         "profile",
         "profile_steps",
         "platform",

@@ -13,6 +13,7 @@ from splitjax.data.digits import load_digits
 from splitjax.data.fetching import fetch
 from splitjax.data.idx import load_idx
 from splitjax.data.images import Standardise, fit_images, standardise
+from splitjax.data.loaders import BatchSampler, LoaderPosition, RowsOfBatches, StatefulIterator, resumable
 from splitjax.data.negatives import ByCounts, LogUniform, Negatives
 from splitjax.data.prefetching import Prefetch, prefetch
 from splitjax.data.rows import FileRows
@@ -22,14 +23,18 @@ from splitjax.data.vocabulary import Vocabulary
 
 __all__ = [
     "Augmentation",
+    "BatchSampler",
     "ByCounts",
     "Dataset",
     "FileRows",
+    "LoaderPosition",
     "LogUniform",
     "Negatives",
     "Position",
     "Prefetch",
+    "RowsOfBatches",
     "Standardise",
+    "StatefulIterator",
     "Vocabulary",
     "epoch_batches",
     "example_keys",
@@ -42,6 +47,7 @@ __all__ = [
     "load_text",
     "padded_batches",
     "prefetch",
+    "resumable",
     "shuffled_indices",
     "standardise",
     "stream",

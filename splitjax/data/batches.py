@@ -161,24 +161,24 @@ def by_rows(names: Iterable[str], rows: Rows, batch_size: int) -> list[tuple[tup
                 place="argument 'rows'",
                 remedy=f"give the rows of {name!r} too",
             )
-        chosen = (
-            np.arange(batch_size) if rows is None else np.asarray(rows[name] if isinstance(rows, Mapping) else rows)
-        )
-        if (
-            chosen.ndim != 1
-            or not chosen.size
-            or chosen.dtype.kind not in "iu"
-            or chosen.min() < 0
-            or chosen.max() >= batch_size
-        ):
-            raise DataError(
-                f"rows must be whole numbers from 0 to {batch_size - 1}, at least one",
-                value=chosen,
-                place="argument 'rows'",
-                remedy="pass the rows of the batch over all processes that this process holds, or None for all",
-            )
+        chosen = checked_rows(rows[name] if isinstance(rows, Mapping) else rows, batch_size)
         groups.setdefault(chosen.tobytes(), ([], chosen))[0].append(name)
     return [(tuple(members), chosen) for members, chosen in groups.values()]
+
+
+def checked_rows(rows: Any, batch_size: int) -> np.ndarray:
+    """Returns `rows` of a global batch of `batch_size` examples as int[b], all of them where they are None. Raises
+    `DataError` for anything but whole numbers inside the batch, at least one."""
+    chosen = np.arange(batch_size) if rows is None else np.asarray(rows)
+    is_whole = chosen.ndim == 1 and chosen.size and chosen.dtype.kind in "iu"
+    if not is_whole or chosen.min() < 0 or chosen.max() >= batch_size:
+        raise DataError(
+            f"rows must be whole numbers from 0 to {batch_size - 1}, at least one",
+            value=chosen,
+            place="argument 'rows'",
+            remedy="pass the rows of the batch over all processes that this process holds, or None for all",
+        )
+    return chosen
 
 
 def take(arrays: Arrays, indices: np.ndarray, transform: Transform | None = None) -> Batch:

@@ -25,6 +25,7 @@ _PLACES = {
     "Table": "training.metrics",
     "TensorBoard": "training.metrics",
     "TrainingProgress": "training.progress",
+    "WeightsAndBiases": "training.metrics",
     "batch_layout": "training.placing",
     "read_metrics": "training.metrics",
     "restore": "training.stepping",

@@ -25,3 +25,16 @@ def test_what_the_page_names_exists():
     named = set(re.findall(r"`(?:data\.)?((?:load|fetch|stream|prefetch|epoch|padded)_?\w*)\(?", PAGE.read_text()))
     assert {"load_cifar10", "load_idx", "load_text", "load_digits", "prefetch"} <= named
     assert not {name for name in named if not hasattr(data, name)}
+
+
+def test_the_example_of_grain_goes_on_at_the_second_batch():
+    grain = pytest.importorskip("grain")
+    first, second = [
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "grain" in block
+    ]
+    scope: dict = {}
+    exec(first, scope)
+    order = grain.MapDataset.source(np.arange(1000)).shuffle(seed=0).repeat()
+    np.testing.assert_array_equal(scope["batch"], [order[k] for k in range(64, 128)])
+    exec(second, scope)
+    np.testing.assert_array_equal(next(iter(scope["loader"])), [order[k] for k in range(32)])

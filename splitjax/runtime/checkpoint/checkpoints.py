@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import operator
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from splitjax.runtime.checkpoint import folder as folders
 from splitjax.runtime.checkpoint import integrity
 from splitjax.runtime.checkpoint.carrying import taken_apart
 from splitjax.runtime.checkpoint.choice import choose, complete, newest_good, remove_old
-from splitjax.runtime.checkpoint.description import Description
+from splitjax.runtime.checkpoint.description import Description, check_json, checked_step, write_own
 from splitjax.runtime.checkpoint.failures import failure, shorten
 from splitjax.runtime.checkpoint.options import CheckpointOptions, Restored
 from splitjax.runtime.checkpoint.orbax_tree import keeps_structure
@@ -93,6 +92,7 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         *,
         carried: Carried | None = None,
+        own: Any = None,
         wait: bool = False,
     ) -> bool:
         """Saves a state. Returns once it is copied off the devices, so that it may be donated; the rest happens in the
@@ -114,6 +114,7 @@ class Checkpoints:
         - `extra`: JSON values: data position, schedule, identity of the run. Taken from process 0.
         - `metrics`: by which the best are kept.
         - `carried`: `parallel_step.carried()`, what the step keeps besides its states.
+        - `own`: a JSON value of each process for itself, such as the place in its part of the data.
         - `wait`: return when the checkpoint is complete, and raise if it fails.
 
         **Returns:** whether this state is being saved; False for a step that is there already, or a save that failed at
@@ -129,9 +130,10 @@ class Checkpoints:
                 remedy="open it without read_only=True",
             )
         begin, end = self._peers.new_topic(), self._peers.new_topic()
-        step = _checked_step(step)
+        step = checked_step(step)
         leaves, more = describe(state), taken_apart(carried)
         reject_consumed(leaves, state)
+        check_json(own, "own")
         as_tree = keeps_structure(state)
         description = Description(step, leaves, dict(extra or {}), more.entry, as_tree).to_json()
         values = {name: float(value) for name, value in (metrics or {}).items()}
@@ -148,7 +150,7 @@ class Checkpoints:
         save = _Save(step, self._folder / name, end, time.monotonic(), description, values)
         arrays = StoredPart(save.folder / folders.STATE, leaves, state, as_tree)
         carries = StoredPart(save.folder / folders.CARRIED, more.leaves, more.arrays, as_tree=False)
-        writer, problem = self._start(save, arrays, carries)
+        writer, problem = self._start(save, own, arrays, carries)
         thread = threading.Thread(target=self._finish, args=(save, writer, problem), name=f"checkpoint-{step}")
         self._pending = save, thread
         thread.start()
@@ -309,10 +311,12 @@ class Checkpoints:
 
     # In every process.
 
-    def _start(self, save: _Save, *parts: StoredPart) -> tuple[ArrayWriter | None, str | None]:
+    def _start(self, save: _Save, own: Any, *parts: StoredPart) -> tuple[ArrayWriter | None, str | None]:
         if not save.folder.is_dir():
             return None, f"sees no folder {save.folder}: all processes need a file system that they share"
         try:
+            if own is not None:
+                write_own(save.folder, self._peers.rank, own)
             return ArrayWriter(parts), None
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
@@ -386,15 +390,3 @@ class Checkpoints:
             raise CheckpointError(
                 "these checkpoints are closed", place=str(self._folder), remedy="use them inside the `with` block"
             )
-
-
-def _checked_step(step: Any) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise CheckpointError(
-            "a step is a whole number, 0 or more", value=step, place="save(step, ...)", remedy="count the steps done"
-        )
-    return number

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import operator
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from splitjax.codec import Codec, Wording, without_nones
 from splitjax.errors import CheckpointError, Refusal
+from splitjax.runtime.checkpoint.folder import OWN
 from splitjax.runtime.checkpoint.state_match import LEAF_FORM, StateLeaf
 
 
@@ -48,6 +51,33 @@ _JSON = Codec(
     Wording("a description of a checkpoint", "restore another checkpoint, or the file from a copy"),
     forms={StateLeaf: LEAF_FORM, Description: without_nones("carried", "as_tree")},
 )
+
+
+def checked_step(step: Any) -> int:
+    """Returns the number of a `step`. Raises `CheckpointError` for anything but a whole number of at least 0."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(
+            "a step is a whole number, 0 or more", value=step, place="save(step, ...)", remedy="count the steps done"
+        )
+    return number
+
+
+def write_own(folder: Path, rank: int, own: Any) -> None:
+    """Writes what process number `rank` has for itself, the JSON value `own`, into the checkpoint's `folder`. Raises
+    `OSError`."""
+    (folder / OWN).mkdir(exist_ok=True)
+    (folder / OWN / f"{rank}.json").write_text(json.dumps(own), encoding="ascii")
+
+
+def read_own(folder: Path) -> tuple[Any, ...]:
+    """Returns what the processes had for themselves in the checkpoint's `folder`, by their numbers. Raises `OSError`,
+    and `ValueError` for other text: files of a checkpoint are verified before."""
+    files = sorted((folder / OWN).glob("*.json"), key=lambda file: int(file.stem))
+    return tuple(json.loads(file.read_text(encoding="ascii")) for file in files)
 
 
 def check_json(value: Any, place: str) -> None:

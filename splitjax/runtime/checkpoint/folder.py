@@ -21,6 +21,7 @@ from splitjax.runtime.checkpoint import integrity
 
 STATE = "state"  # the state, written by orbax
 CARRIED = "carried"  # arrays that the step carries between calls, if there are any; written by orbax
+OWN = "own"  # a JSON file of every process that had something to say for itself, named by its number
 DESCRIPTION = "checkpoint.json"  # step, leaves, extra
 
 _STEP = re.compile(r"0|[1-9][0-9]*")

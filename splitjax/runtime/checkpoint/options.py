@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+
 from splitjax.errors import CheckpointError
 from splitjax.planning.carried import Carried
 
@@ -73,6 +75,7 @@ class Restored:
     - `carried`: as given to `save`, for `parallel_step.resume`; None if it was not given.
     - `skipped`: newer checkpoints that are damaged, newest first: pairs of step and what is wrong, naming the first
       file.
+    - `own`: what each process gave to `save` for itself, by its number; empty if it was not given.
     """
 
     step: int
@@ -81,3 +84,23 @@ class Restored:
     metrics: Mapping[str, float]
     skipped: tuple[tuple[int, str], ...]
     carried: Carried | None = None
+    own: tuple[Any, ...] = ()
+
+    @property
+    def position(self) -> Any:
+        """Returns where this process's data go on, as the training loop saved it: a JSON value, None if there is none.
+
+        Raises `CheckpointError` where every process had a position of its own in its own part of the data, and the
+        number of processes is another one now.
+        """
+        if not self.own or all(value == self.own[0] for value in self.own):
+            return self.own[0] if self.own else self.extra.get("position")
+        if len(self.own) == jax.process_count():
+            return self.own[jax.process_index()]
+        raise CheckpointError(
+            f"every process of the run had a place of its own in the data, and there were {len(self.own)} processes",
+            value=jax.process_count(),
+            place="Restored.position",
+            remedy=f"resume with {len(self.own)} processes; or read the rows of global batches "
+            "(splitjax.data.RowsOfBatches), whose position is the same in any number of processes",
+        )

@@ -11,7 +11,7 @@ from splitjax.errors import CheckpointError
 from splitjax.runtime.checkpoint import folder as folders
 from splitjax.runtime.checkpoint import integrity
 from splitjax.runtime.checkpoint.carrying import put_together, targets
-from splitjax.runtime.checkpoint.description import Description
+from splitjax.runtime.checkpoint.description import Description, read_own
 from splitjax.runtime.checkpoint.options import Restored
 from splitjax.runtime.checkpoint.state_io import read_arrays
 from splitjax.runtime.checkpoint.state_match import StateLeaf
@@ -35,7 +35,8 @@ def read_checkpoint(
         state = read_arrays(states, description.leaves, like, wanted, as_tree=description.as_tree)
         arrays = read_arrays(carries, more.leaves, more.arrays, more.leaves, as_tree=False)
     carried = put_together(description.carried, arrays)
-    return Restored(step, _shared_as(like, state), description.extra, about["metrics"], skipped, carried)
+    state, own = _shared_as(like, state), read_own(path)
+    return Restored(step, state, description.extra, about["metrics"], skipped, carried, own)
 
 
 def _shared_as(like: Any, state: Any) -> Any:

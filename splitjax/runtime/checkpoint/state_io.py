@@ -57,7 +57,7 @@ class ArrayWriter:
         self._futures: list[Any] = []
         self._started: list[tuple[ocp.PyTreeCheckpointHandler, epath.Path]] = []
         for part in parts:
-            arrays = stored_tree(part.leaves, part.tree, lambda _, value: _storable(value), as_tree=part.as_tree)
+            arrays = stored_tree(part.leaves, part.tree, _written, as_tree=part.as_tree)
             if not jax.tree.leaves(arrays):
                 continue
             handler, folder = _handler(), epath.Path(part.folder)
@@ -129,11 +129,14 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
-def _storable(value: Any) -> jax.Array | np.ndarray | bool | int | float | str:
+def _written(leaf: StateLeaf, value: Any) -> Any:
+    """Returns what orbax gets of a leaf: Python values stand in the tree as they are."""
+    return _storable(value) if leaf.value is None else leaf.value
+
+
+def _storable(value: Any) -> jax.Array | np.ndarray:
     """A leaf as orbax writes it. Views of device memory need no copy: a buffer that the host looks at is not given away
     by donation (the runtime copies it then), which the tests watch. NumPy arrays can be changed in place by anyone."""
-    if isinstance(value, PYTHON_TYPES) and not isinstance(value, np.generic):
-        return value
     if is_key(value):
         value = jax.random.key_data(value)
     is_global = isinstance(value, jax.Array) and not _is_local(value)

@@ -9,7 +9,7 @@ what holds an array is not JSON; and what is neither is an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -71,6 +71,25 @@ class Feed:
                 remedy="give (position, batch) every time, or plain batches every time",
             )
         return item
+
+
+@runtime_checkable
+class ProcessPosition(Protocol):
+    """Marks a place in the data of a process, such as `splitjax.data.LoaderPosition`; those of others may differ."""
+
+    @property
+    def per_process(self) -> bool:
+        """Returns whether every process has a place of its own."""
+        ...
+
+    def to_json(self) -> Any:
+        """Returns the place as a JSON value."""
+        ...
+
+
+def own_position(position: Any) -> Any:
+    """Returns `position` as it is saved for this process alone; None where all processes are at the same place."""
+    return position.to_json() if isinstance(position, ProcessPosition) and position.per_process else None
 
 
 def position_json(position: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import jax
 
 from splitjax.errors import TrainingError
-from splitjax.runtime.training.feeding import Feed, position_json
+from splitjax.runtime.training.feeding import Feed, own_position, position_json
 from splitjax.runtime.training.guard import NumberGuard, NumberOptions, copy_of
 from splitjax.runtime.training.ledger import Ledger
 from splitjax.runtime.training.metrics import StepObserver
@@ -46,10 +46,11 @@ class Saves(Protocol):
         metrics: Mapping[str, float],
         *,
         carried: Any = None,
+        own: Any = None,
         wait: bool = False,
     ) -> bool:
-        """Saves the `state` after step number `step`, with `extra`, `metrics` and what the step `carried`, and returns
-        whether it is being saved; with `wait` once it is."""
+        """Saves the `state` after step number `step`, with `extra`, `metrics`, what the step `carried` and what this
+        process has for its `own`, and returns whether it is being saved; with `wait` once it is."""
         ...
 
     def restore(self, like: Any) -> Any:
@@ -292,7 +293,8 @@ class _Loop:
         if not self.guard.acts and not self.guard.is_finite(state):
             raise _went_wrong(number, f"the state after step {number} is not finite")
         carries = self._carried()
-        more = {"carried": carries} if carries else {}
+        own = own_position(position)
+        more = {**({"carried": carries} if carries else {}), **({} if own is None else {"own": own})}
         metrics = {
             **evaluation,
             **({"loss": self._loss_sum / self._num_losses} if self._num_losses else {}),

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pathlib
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -102,6 +103,48 @@ class TensorBoard:
     def close(self) -> None:
         """Closes TensorBoard's files."""
         self._writer.close()
+
+
+class WeightsAndBiases:
+    """Writes scalars to a run of Weights & Biases. Where and how is said as everywhere with it: `WANDB_MODE=offline`
+    writes to the folder alone, `WANDB_API_KEY`, `WANDB_ENTITY` and so on.
+
+    **Arguments:**
+
+    - `project`: its name.
+    - `folder`: where its files lie, in `wandb/` of it. The run's id is kept there, in `wandb-run.txt`, so that a
+      resumed training goes on with the same run; of steps that are done again the first values stay.
+
+    Raises `DataError` where the package is not installed, and where it cannot start a run: not logged in, no network.
+    """
+
+    def __init__(self, project: str, folder: pathlib.Path):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]  # an optional package
+        except ImportError as error:
+            raise DataError("Weights & Biases is not installed", place="--wandb", remedy="pip install wandb") from error
+        kept = folder / "wandb-run.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            run_id = kept.read_text(encoding="ascii").strip() if kept.exists() else secrets.token_hex(4)
+            self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(folder))
+            write_atomically(kept, run_id + "\n")
+        except (OSError, UnicodeDecodeError, wandb.Error) as error:
+            raise DataError(
+                f"Weights & Biases cannot start a run: {error}",
+                value=project,
+                place="--wandb",
+                remedy="log in (wandb login), or set WANDB_MODE=offline and sync later (wandb sync)",
+            ) from error
+
+    def step(self, row: Row) -> None:
+        """Writes the numbers of the `row` of a step."""
+        values = {name: value for name, value in row.items() if name != "step" and value is not None}
+        self._run.log(values, step=row["step"])
+
+    def close(self) -> None:
+        """Ends the run; waits until what is to be uploaded is."""
+        self._run.finish()
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:

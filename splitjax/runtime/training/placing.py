@@ -38,6 +38,20 @@ class Placement:
             dict(shardings), batch_size, {name: _rows(sharding, batch_size) for name, sharding in shardings.items()}
         )
 
+    @property
+    def common_rows(self) -> np.ndarray:
+        """Returns i64[b], the rows of the global batch that this process's devices hold, where they are the same of
+        every array. Raises `BatchError` where they differ."""
+        first, *others = self.rows.values()
+        if any(not np.array_equal(first, rows) for rows in others):
+            raise BatchError(
+                "this process holds other rows of some arrays of the batch",
+                value={name: len(rows) for name, rows in self.rows.items()},
+                place="Placement.common_rows",
+                remedy="read the rows `placement.rows[name]` of each array",
+            )
+        return first
+
     def __call__(self, local_batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns this process's rows, `local_batch` with [b, ...] of every array, as its part of global arrays [B,
         ...].

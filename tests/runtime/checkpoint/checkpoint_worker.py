@@ -76,10 +76,11 @@ with Checkpoints(CheckpointOptions(folder / "run", keep_last=2, keep_best=0, tim
     assert "7.saving-00" not in os.listdir(folder / "run")
     assert checkpoints.newest_good() is None and checkpoints.steps() == ()
     for step in (1, 2, 3):
-        assert checkpoints.save(step, state_at(step), {"position": step})
+        assert checkpoints.save(step, state_at(step), {"position": step}, own={"rank": rank, "step": step})
     assert checkpoints.steps() == (2, 3)
     restored = checkpoints.restore(state_at(0))
     assert (restored.step, restored.extra) == (3, {"position": 3})
+    assert restored.position == {"rank": rank, "step": 3}
     assert_same(restored.state, state_at(3))
 
     # Process 0 damages the newest: all agree on the one before.
@@ -101,7 +102,7 @@ with Checkpoints(CheckpointOptions(folder / "run", keep_last=2, keep_best=0, tim
         message, seconds = refusal(lambda: checkpoints.save(4, state_at(4), wait=True))
     assert "step 4 was not saved: process 1: " in message and "File too large" in message, message
     assert seconds < 10, seconds
-    assert checkpoints.save(5, state_at(5), wait=True)
+    assert checkpoints.save(5, state_at(5), own={"rank": rank}, wait=True)
     assert checkpoints.steps() == (2, 5)
 
 # Folders that are not shared are noticed, not half used.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from splitjax.errors import CheckpointError
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
 from tests.runtime.states import assert_same
 
@@ -61,3 +62,6 @@ def test_two_processes_save_agree_and_fail_together(tmp_path):
         restored = checkpoints.restore(expected)
     assert restored.step == 5
     assert_same(restored.state, expected)
+    assert restored.own == ({"rank": 0}, {"rank": 1})
+    with pytest.raises(CheckpointError, match="there were 2 processes"):
+        _ = restored.position  # this is one process, and the two were at other places of other data

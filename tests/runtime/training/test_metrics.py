@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 
 from splitjax.errors import DataError
-from splitjax.runtime.training.metrics import JsonLines, Table, TensorBoard, read_metrics
+from splitjax.runtime.training.metrics import JsonLines, Table, TensorBoard, WeightsAndBiases, read_metrics
 
 COLUMNS = ("step", "loss", "eval_loss")
 
@@ -95,8 +98,49 @@ def test_a_damaged_line_is_told_and_kept_beside(tmp_path, caplog, make, harm):
 
 
 def test_tensorboard_is_an_option(tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     with pytest.raises(DataError, match="pip install tensorboard"):
         TensorBoard(tmp_path)
+
+
+def test_weights_and_biases_hears_every_step_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    """Offline: what would be uploaded is in a file of records, whose history has the rows."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    for steps in ((1, 2), (3,)):
+        observer = WeightsAndBiases("project", tmp_path)
+        for step in steps:
+            observer.step({"step": step, "loss": 1.0 / step, "accuracy": None})
+        observer.close()
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1  # the same run, by its id
+    rows = [row for file in files for row in wandb_history(file.read_bytes())]
+    assert [(row["_step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert all("accuracy" not in row for row in rows)
+
+
+def wandb_history(content):
+    """The history of a file of W&B: a header of 7 bytes, then records as of LevelDB's log, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    at, parts = 7, []
+    while at + 7 <= len(content):
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts.append(content[at + 7 : at + 7 + size])
+        at += 7 + size
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(b"".join(parts))
+            parts = []
+            if record.WhichOneof("record_type") == "history":
+                yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+
+
+def test_weights_and_biases_is_an_option(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(DataError, match="pip install wandb"):
+        WeightsAndBiases("project", tmp_path)
