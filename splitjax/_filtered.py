@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -33,7 +33,7 @@ from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
-from splitjax.step.positions import ArgumentRoles, keyword_only, make_options, positional, with_states
+from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
 from splitjax.step.traced import naming_axes
 from splitjax.sync.scheme import Link
 
@@ -376,33 +376,6 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     @abc.abstractmethod
     def _unpack(self, call: Call, result: Any) -> Any:
         """Puts what the plain step returned together again."""
-
-
-# Options that the frontends read themselves: positions among the user's arguments, not among the arrays.
-_NUMBERS = ("state_argnums", "batch_argnums", "static_argnums", "static_argnames")
-
-
-def read_options(fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[ArgumentRoles, dict[str, Any]]:
-    """Checks what a frontend's decorator was told, when it runs.
-
-    **Arguments:**
-
-    - `fn`: the step.
-    - `given`: every option with its value (`splitjax.step.keywords.complete`).
-
-    Returns the argument numbers, and the options for the plain step. Raises what a wrong value deserves, as
-    `splitjax.parallelize` does."""
-    keywords = {name: value for name, value in given.items() if name not in (*_NUMBERS, "state_outnums")}
-    parallelize_arrays(fn, **keywords, state_argnums=(), batch_argnums=())
-    options = make_options(
-        fn,
-        given["state_argnums"],
-        given["batch_argnums"],
-        given["static_argnums"],
-        given["static_argnames"],
-        None,
-    )
-    return options, keywords
 
 
 def _strong(leaf: Any) -> jax.Array:

@@ -26,9 +26,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from splitjax import _filtered
 from splitjax._filtered import FilteredStep
 from splitjax._filtered_call import Call, attach, detach, signature
+from splitjax._filtered_options import read_options
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
 from splitjax.step.arguments import check_batch, leaf_path
@@ -71,7 +71,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     given = complete("parallelize", options, _OWN)
     if fn is None:
         return functools.partial(parallelize, **options)
-    positions, keywords = _filtered.read_options(fn, given)
+    positions, keywords = read_options(fn, given)
     return EquinoxStep(fn, positions, keywords, given["state_outnums"])
 
 

@@ -26,9 +26,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import jax
 from flax import nnx
 
-from splitjax import _filtered
 from splitjax._filtered import FilteredStep
 from splitjax._filtered_call import Call, Extra, attach, detach, signature
+from splitjax._filtered_options import read_options
 from splitjax._nnx_gradient import grad, value_and_grad
 from splitjax._nnx_graph import (
     CONSTANTS,
@@ -93,7 +93,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     given = complete("parallelize", options, _OWN)
     if fn is None:
         return functools.partial(parallelize, **options)
-    positions, keywords = _filtered.read_options(fn, given)
+    positions, keywords = read_options(fn, given)
     return NNXStep(
         fn,
         positions,

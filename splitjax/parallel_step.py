@@ -10,32 +10,28 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import jax
 
 from splitjax import _compat
+from splitjax._measured_step import MeasuredStep
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_error
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
 from splitjax.mesh import MeshSizes, check_mesh, platform_of, with_devices
-from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
 from splitjax.step.arguments import argument_names
 from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
 from splitjax.step.positions import ArgumentRoles, make_options, positional
-from splitjax.sync.scheme import Link
 
 if TYPE_CHECKING:
-    from splitjax.partial.advice import Advice
     from splitjax.report.value import Report
-    from splitjax.schedule.model.jobs import JobProfile
-    from splitjax.sync.analysis import Profile
     from splitjax.trace.graph import Graph
     from splitjax.verify import Verification
 
@@ -48,7 +44,7 @@ S = TypeVar("S")
 States = TypeVarTuple("States")
 
 
-class ParallelStep(Generic[P, R]):
+class ParallelStep(MeasuredStep, Generic[P, R]):
     """A decorated step. Call it like the function it wraps; the methods show, place, compile and reuse its plan.
 
     **Arguments:**
@@ -74,11 +70,6 @@ class ParallelStep(Generic[P, R]):
         self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._states = GivenStates(recipe.name, recipe.options, recipe.donate)
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-        """The mesh as it was given, or made of its sizes when it is first needed."""
-        return self._programs.mesh
 
     @property
     def options(self) -> ArgumentRoles:
@@ -207,114 +198,6 @@ class ParallelStep(Generic[P, R]):
         args = positional(self._recipe.fn, args, kwargs)
         self._states.check(args)
         return verify_step(self._recipe, self._programs.inside, self._programs.entry(args), sizes, own_precision)
-
-    def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
-        """Measures how sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv
-        2309.13254, section 2).
-
-        `step.profile(state, batches)`: the step's arguments with an iterable of batches (values, not shapes) in place
-        of each batch. Nothing is updated, and no state is consumed. Every batch is cut into `num_workers` equal slices,
-        by default one for each of the plan's workers; there may be more of them than devices, as one device evaluates
-        them in turn. A worker's gradient is its summand of the global batch's. In a run of several processes all of
-        them make the call together, and get the same profile.
-
-        **Returns** a `Profile`: prints as a table, renders in Jupyter, `to_json()`, `plot()`, `sparsity(path)`.
-
-        Raises `ProfileError`, `BatchError` (no gradient boundary, no batch, a batch that does not divide); see
-        docs/sparse.md.
-        """
-        from splitjax.measure.profiling import per_batch  # what measures is loaded when it is first used
-
-        args = positional(self._recipe.fn, args, kwargs)
-        return self._profile(per_batch(args, self._recipe.options.batch_argnums, self._recipe.name), num_workers)
-
-    def advise(
-        self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
-    ) -> Advice:
-        """Measures what partial backpropagation would save and cost on this step, beside a smaller batch of equal cost;
-        it says which to use.
-
-        `step.advise(state, batches, backprop)`: the step's arguments with an iterable of batches (values, not shapes)
-        in place of each batch, then what is asked about (by default what the step was decorated with). Measures on one
-        device, with one worker's share of the batch: seconds and compiled bytes of up to 8 truncated programs, and over
-        all batches how much the workers' gradients differ, layer by layer. Nothing is updated, and no state is
-        consumed. `link`: between the workers, a `splitjax.sync.Link`; by default that of the mesh is measured.
-
-        **Returns** an `Advice`: prints as a table, renders in Jupyter, `to_json()`, `.recommendation`, `.measured` for
-        `PartialBackprop(measured=...)`.
-
-        Raises `PartialError` for no batch, one worker, a step without gradient boundary or without a legal cut;
-        `BatchError` for batches that do not divide; see docs/partial_backpropagation.md.
-        """
-        from splitjax.measure.advising import split_request
-        from splitjax.measure.profiling import per_batch
-
-        given, wanted = split_request(args, backprop, self._recipe.backprop)
-        given = positional(self._recipe.fn, given, kwargs)
-        return self._advise(
-            per_batch(given, self._recipe.options.batch_argnums, self._recipe.name, "advise"), wanted, link
-        )
-
-    @_compat.outside_mesh
-    def job_profile(
-        self,
-        *args: Any,
-        name: str | None = None,
-        num_workers: int | None = None,
-        link: Link | None = None,
-        input_seconds: float = 0.0,
-        stages: bool | None = None,
-        **kwargs: Any,
-    ) -> JobProfile:
-        """Measures what one iteration of this step costs each worker, as a profile for `splitjax.schedule`: forward
-        seconds, backward seconds, memory and gradient bytes of every depth at which its backward pass can end, the
-        update, and the exchange.
-
-        `step.job_profile(state, batch)`: the step's arguments, values and not shapes. Measures on one device, with one
-        worker's share of the batch: up to 9 truncated programs, with the time between two of them divided by predicted
-        time. Nothing is updated, and no state is consumed.
-
-        **Arguments:**
-
-        - `name`: of the profile; the step's if not given.
-        - `num_workers`: among which the batch is divided; by default the plan's.
-        - `link`: between the workers, a `splitjax.sync.Link`, for the time that they wait for their exchange; by
-          default the mesh's is measured. Where the mesh has one worker, and no link is given, nothing is waited for.
-        - `input_seconds`: that one worker's share of the input takes the processor, if it is to be known; it hides
-          behind the rest of the iteration as far as it can.
-        - `stages`: whether to give the seconds on each resource, for policies that share links and processors too
-          (simulations with them take much longer); by default where the device is not what an iteration with partial
-          backpropagation needs most.
-
-        Raises `ProfileError` for a step without one gradient boundary or with layers that are split over devices;
-        `BatchError` for a batch that does not divide; see docs/scheduler.md.
-        """
-        args = positional(self._recipe.fn, args, kwargs)
-        # The scheduler is loaded when it is first used.
-        from splitjax.measure.job_profiling import JobRequest, profile_job
-
-        request = JobRequest(name, num_workers, link, input_seconds, stages)
-        mesh = with_devices(self.mesh, f"{self._recipe.name}.job_profile")
-        return profile_job(self._recipe, mesh, self._states.check, args, request)
-
-    @_compat.outside_mesh
-    def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
-        """The advice from calls given by their arguments."""
-        from splitjax.measure.advising import advise_calls
-
-        mesh = with_devices(self.mesh, f"{self._recipe.name}.advise")
-        return advise_calls(self._recipe, mesh, self._states.check, calls, backprop, link)
-
-    @_compat.outside_mesh
-    def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:
-        """The profile of calls given by their arguments."""
-        from splitjax.measure.profiling import profile_calls
-
-        def entry_of(args: tuple) -> CompiledEntry:
-            self._states.check(args)
-            return self._programs.entry(args)
-
-        return profile_calls(self._recipe, self._programs.inside, entry_of, calls, num_workers)
 
     @_compat.outside_mesh
     def init(self, init_fn: Callable[..., S], *init_args: Any, example: Sequence[Any]) -> S:

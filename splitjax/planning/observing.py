@@ -39,7 +39,8 @@ from splitjax.sync.owner import OwnerSharded, plan_owner
 from splitjax.sync.profile import Sparsity, measure
 from splitjax.sync.profile import Table as Costs
 from splitjax.sync.scheme import Capacities, Link, Scheme
-from splitjax.trace.graph import LookupTable, itemsize
+from splitjax.trace.graph import itemsize
+from splitjax.trace.tables import LookupTable
 
 OBSERVED_STEPS = 3
 CHECKED_STEPS = 64

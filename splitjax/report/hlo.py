@@ -179,7 +179,7 @@ def compiled_collectives(compiled: object, mesh: MeshShape) -> tuple[CompiledCol
     """Lists the collectives of `compiled`, a `jax.stages.Compiled`, in the order of the program.
 
     `mesh` holds the devices in the order in which the program numbers them. Collectives within groups of one device
-    send nothing and are left out. Raises `report.wire.WireError` where the modules cannot be read.
+    send nothing and are left out. Raises `report.protobuf.WireError` where the modules cannot be read.
     """
     return tuple(
         collective

@@ -86,7 +86,7 @@ def read_parts(
       programs the names are those of a program with a further operand, the step of the cycle, before the step's
       arguments.
 
-    Raises `report.wire.WireError` where the modules cannot be read.
+    Raises `report.protobuf.WireError` where the modules cannot be read.
     """
     if not isinstance(compiled, CompiledWorkers):
         return (StepPart(_modules(compiled), argument_names, plan.mesh),)

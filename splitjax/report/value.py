@@ -198,7 +198,7 @@ def make_report(
     - `argument_names`: JAX's name of every array among the step's arguments -> its path in the plan.
     - `step`, `platform`: names for the report.
 
-    Raises `report.wire.WireError` where the compiled modules cannot be read.
+    Raises `report.protobuf.WireError` where the compiled modules cannot be read.
     """
     parts = read_parts(compiled, plan, argument_names)
     collectives, missing = attribute(parts, plan, graph)

@@ -15,18 +15,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from splitjax.report.protobuf import (
+    Message,
+    fields_of,
+    message_at,
+    messages_at,
+    number_at,
+    numbers_at,
+    parts_at,
+    text_at,
+)
+
 Groups = tuple[tuple[int, ...], ...]
-# The values of a message by field number, in order: whole numbers, or bytes (texts, messages and packed numbers).
-_Message = Mapping[int, Sequence[int | bytes]]
 _Value = TypeVar("_Value")
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-
-
-class WireError(ValueError):
-    """Says that bytes are no protocol buffer message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,93 +179,93 @@ class Module:
 
 def read_module(data: bytes) -> Module:
     """Reads a serialised `HloModuleProto`, `data`. Raises `WireError` for bytes that are not one."""
-    fields = _fields(data)
-    payloads = _parts(fields, 22)
-    computations = [_computation(part, payloads) for part in _parts(fields, 3)]
-    index = _parts(fields, 17)
+    fields = fields_of(data)
+    payloads = parts_at(fields, 22)
+    computations = [_computation(part, payloads) for part in parts_at(fields, 3)]
+    index = parts_at(fields, 17)
     frames = _frames(index[-1]) if index else ()
-    return Module(_number(fields, 6), {computation.id: computation for computation in computations}, frames)
+    return Module(number_at(fields, 6), {computation.id: computation for computation in computations}, frames)
 
 
 def _computation(data: bytes, payloads: Sequence[bytes]) -> Computation:
-    fields = _fields(data)
-    instructions = [_instruction(part, payloads) for part in _parts(fields, 2)]
+    fields = fields_of(data)
+    instructions = [_instruction(part, payloads) for part in parts_at(fields, 2)]
     return Computation(
-        _number(fields, 5), _number(fields, 6), {instruction.id: instruction for instruction in instructions}
+        number_at(fields, 5), number_at(fields, 6), {instruction.id: instruction for instruction in instructions}
     )
 
 
 def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
-    fields = _fields(data)
-    opcode = _text(fields, 2)
-    metadata = _message(fields, 7)
+    fields = fields_of(data)
+    opcode = text_at(fields, 2)
+    metadata = message_at(fields, 7)
     return Instruction(
-        id=_number(fields, 35),
-        name=_text(fields, 1),
+        id=number_at(fields, 35),
+        name=text_at(fields, 1),
         opcode=opcode,
-        shape=_shape(_message(fields, 3)),
-        op_name=_text(metadata, 2),
-        stack_frame=_number(metadata, 15),
-        source=(_text(metadata, 3), _number(metadata, 4)),
-        operands=_numbers(fields, 36),
-        called=_numbers(fields, 38),
-        tuple_index=_number(fields, 13),
-        parameter=_number(fields, 9),
-        chain=_attribute(_message(fields, 68), "chain_id"),
+        shape=_shape(message_at(fields, 3)),
+        op_name=text_at(metadata, 2),
+        stack_frame=number_at(metadata, 15),
+        source=(text_at(metadata, 3), number_at(metadata, 4)),
+        operands=numbers_at(fields, 36),
+        called=numbers_at(fields, 38),
+        tuple_index=number_at(fields, 13),
+        parameter=number_at(fields, 9),
+        chain=_attribute(message_at(fields, 68), "chain_id"),
         groups=_groups(fields),
-        pairs=tuple((_number(pair, 1), _number(pair, 2)) for pair in _messages(fields, 52)),
+        pairs=tuple((number_at(pair, 1), number_at(pair, 2)) for pair in messages_at(fields, 52)),
         trip_count=_trip_count(_config(fields, payloads)) if opcode == "while" else None,
-        literal=_integer(_message(fields, 8)) if opcode == "constant" else None,
-        direction=_text(fields, 63),
+        literal=_integer(message_at(fields, 8)) if opcode == "constant" else None,
+        direction=text_at(fields, 63),
     )
 
 
-def _integer(literal: _Message) -> int | None:
+def _integer(literal: Message) -> int | None:
     """Returns the value of a literal that is a single number of 32 or 64 bits, signed or not; else None."""
-    values = [value for number in (4, 5, 6, 7) for value in _numbers(literal, number)]
+    values = [value for number in (4, 5, 6, 7) for value in numbers_at(literal, number)]
     return values[0] if len(values) == 1 else None
 
 
-def _attribute(fields: _Message, name: str) -> str:
+def _attribute(fields: Message, name: str) -> str:
     """Returns the frontend attribute of that name, or an empty text."""
-    entries = ((_text(entry, 1), _text(entry, 2)) for entry in _messages(fields, 1))
+    entries = ((text_at(entry, 1), text_at(entry, 2)) for entry in messages_at(fields, 1))
     return next((value for key, value in entries if key == name), "")
 
 
-def _shape(fields: _Message) -> Shape:
-    return Shape(_number(fields, 2), _numbers(fields, 3), tuple(map(_shape, _messages(fields, 4))))
+def _shape(fields: Message) -> Shape:
+    return Shape(number_at(fields, 2), numbers_at(fields, 3), tuple(map(_shape, messages_at(fields, 4))))
 
 
-def _groups(fields: _Message) -> GroupList:
+def _groups(fields: Message) -> GroupList:
     """Reads `collective_device_list` (87), `iota_collective_device_list` (92), `mesh_axes_replica_group_list` (93), or
     the older `replica_groups` (49)."""
-    listed = _messages(_message(fields, 87), 1) or _messages(fields, 49)
+    listed = messages_at(message_at(fields, 87), 1) or messages_at(fields, 49)
     if 92 in fields:
-        iota = _message(fields, 92)
-        return GroupList((), (_number(iota, 1), _number(iota, 2), _numbers(iota, 3), _numbers(iota, 4)))
+        iota = message_at(fields, 92)
+        return GroupList((), (number_at(iota, 1), number_at(iota, 2), numbers_at(iota, 3), numbers_at(iota, 4)))
     if 93 in fields:
-        outer = _message(fields, 93)
-        mesh = _message(outer, 1)
-        transform = _message(mesh, 3)
+        outer = message_at(fields, 93)
+        mesh = message_at(outer, 1)
+        transform = message_at(mesh, 3)
         axes = []
-        for ref in _messages(outer, 2):
-            part = _message(ref, 2)
-            axes.append((_number(ref, 1), _number(part, 1), _number(part, 2)))
-        sizes = tuple(_number(axis, 2) for axis in _messages(mesh, 1))
-        iota_form = (_numbers(transform, 1), _numbers(transform, 2)) if transform else None
-        return GroupList((), None, MeshGroups(sizes, _numbers(mesh, 2), iota_form, tuple(axes)))
-    return GroupList(tuple(_numbers(group, 1) for group in listed))
+        for ref in messages_at(outer, 2):
+            part = message_at(ref, 2)
+            axes.append((number_at(ref, 1), number_at(part, 1), number_at(part, 2)))
+        sizes = tuple(number_at(axis, 2) for axis in messages_at(mesh, 1))
+        iota_form = (numbers_at(transform, 1), numbers_at(transform, 2)) if transform else None
+        return GroupList((), None, MeshGroups(sizes, numbers_at(mesh, 2), iota_form, tuple(axes)))
+    return GroupList(tuple(numbers_at(group, 1) for group in listed))
 
 
-def _config(fields: _Message, payloads: Sequence[bytes]) -> bytes:
+def _config(fields: Message, payloads: Sequence[bytes]) -> bytes:
     """Returns `backend_config` (43), or `backend_config_payload` (99): the bytes themselves, or those of the module's
     payloads at the position that it names."""
-    if configs := _parts(fields, 43):
+    if configs := parts_at(fields, 43):
         return configs[-1]
-    payload = _message(fields, 99)
-    if own := _parts(payload, 1):
+    payload = message_at(fields, 99)
+    if own := parts_at(payload, 1):
         return own[-1]
-    position = _number(payload, 2)
+    position = number_at(payload, 2)
     return payloads[position] if 2 in payload and position < len(payloads) else b""
 
 
@@ -277,18 +281,18 @@ def _trip_count(config: bytes) -> int | None:
 
 
 def _frames(data: bytes) -> tuple[Frame, ...]:
-    fields = _fields(data)
-    files, functions = ([name.decode("utf-8", "replace") for name in _parts(fields, number)] for number in (1, 2))
-    places = _messages(fields, 3)
+    fields = fields_of(data)
+    files, functions = ([name.decode("utf-8", "replace") for name in parts_at(fields, number)] for number in (1, 2))
+    places = messages_at(fields, 3)
     frames = []
-    for frame in _messages(fields, 4):
-        place = _at(places, _number(frame, 1), {})
+    for frame in messages_at(fields, 4):
+        place = _at(places, number_at(frame, 1), {})
         frames.append(
             Frame(
-                _at(files, _number(place, 1), ""),
-                _number(place, 3),
-                _at(functions, _number(place, 2), ""),
-                _number(frame, 2),
+                _at(files, number_at(place, 1), ""),
+                number_at(place, 3),
+                _at(functions, number_at(place, 2), ""),
+                number_at(frame, 2),
             )
         )
     return tuple(frames)
@@ -297,105 +301,3 @@ def _frames(data: bytes) -> tuple[Frame, ...]:
 def _at(values: Sequence[_Value], position: int, default: _Value) -> _Value:
     """Returns the value at a position counted from 1; `default` at 0 and beyond the end."""
     return values[position - 1] if 0 < position <= len(values) else default
-
-
-# The wire format. A message is a list of (number, type, value); a later field of the same number wins or is one more
-# entry.
-
-
-def _fields(data: bytes) -> _Message:
-    fields: dict[int, list[int | bytes]] = {}
-    for number, value in _entries(data):
-        fields.setdefault(number, []).append(value)
-    return fields
-
-
-def _entries(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    position, end = 0, len(data)
-    try:
-        while position < end:
-            tag, position = _varint(data, position)
-            kind = tag & 7
-            value: int | bytes
-            if kind == _VARINT:
-                value, position = _varint(data, position)
-            elif kind == _BYTES:
-                length, position = _varint(data, position)
-                value = data[position : position + length]
-                position += length
-            elif kind in (_FIXED64, _FIXED32):
-                size = 8 if kind == _FIXED64 else 4
-                value = data[position : position + size]
-                position += size
-            else:
-                raise WireError(f"wire type {kind} at byte {position}")
-            if position > end:
-                raise WireError(f"a field ends at byte {position} of {end}")
-            yield tag >> 3, value
-    except IndexError:
-        raise WireError(f"a number goes beyond the end at byte {end}") from None
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns the number that begins at `position`, seven bits a byte, and the position behind it."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
-
-
-def _signed(value: int) -> int:
-    """Reads an int64, which the wire has as two's complement."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _number(fields: _Message, number: int) -> int:
-    """Returns a whole number, the last of field `number`; 0 where there is none."""
-    values = fields.get(number)
-    value = values[-1] if values else 0
-    if isinstance(value, bytes):
-        raise WireError(f"field {number} holds bytes instead of a number")
-    return _signed(value)
-
-
-def _numbers(fields: _Message, number: int) -> tuple[int, ...]:
-    """Returns a repeated whole number: packed into bytes, or a field each."""
-    out: list[int] = []
-    for value in fields.get(number, ()):
-        if isinstance(value, int):
-            out.append(value)
-            continue
-        position = 0
-        while position < len(value):
-            packed, position = _varint(value, position)
-            out.append(packed)
-    return tuple(map(_signed, out))
-
-
-def _parts(fields: _Message, number: int) -> tuple[bytes, ...]:
-    """Returns the bytes of every entry of field `number`. Raises `WireError` where it holds numbers."""
-    parts = []
-    for value in fields.get(number, ()):
-        if isinstance(value, int):
-            raise WireError(f"field {number} holds a number instead of bytes")
-        parts.append(value)
-    return tuple(parts)
-
-
-def _text(fields: _Message, number: int) -> str:
-    parts = _parts(fields, number)
-    return parts[-1].decode("utf-8", "replace") if parts else ""
-
-
-def _messages(fields: _Message, number: int) -> tuple[_Message, ...]:
-    return tuple(map(_fields, _parts(fields, number)))
-
-
-def _message(fields: _Message, number: int) -> _Message:
-    """Returns the last message of field `number`; without fields where there is none."""
-    parts = _parts(fields, number)
-    return _fields(parts[-1]) if parts else {}

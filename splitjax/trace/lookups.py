@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.trace.flatten import FlatStep, Op
-from splitjax.trace.graph import Lookup, LookupTable, RowUpdate
 from splitjax.trace.row_update import WholeTableUpdate, row_update
+from splitjax.trace.tables import Lookup, LookupTable, RowUpdate
 
 
 def find_tables(flat: FlatStep, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[LookupTable, ...]:

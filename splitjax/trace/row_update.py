@@ -23,7 +23,7 @@ from splitjax.primitives.operation import RowAction, RowFacts, Trait
 from splitjax.primitives.rows import row_facts
 from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.flatten import FlatStep, Op
-from splitjax.trace.graph import RowUpdate
+from splitjax.trace.tables import RowUpdate
 
 
 @dataclasses.dataclass(frozen=True)

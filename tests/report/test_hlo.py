@@ -15,7 +15,8 @@ from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import axes_of, expand
 from splitjax.report.hlo import _Context, compiled_collectives
-from splitjax.report.wire import GroupList, MeshGroups, WireError, read_module
+from splitjax.report.protobuf import WireError
+from splitjax.report.wire import GroupList, MeshGroups, read_module
 
 SHAPE = MeshShape((("data", 2), ("model", 4)))
 

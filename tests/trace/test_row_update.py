@@ -10,8 +10,8 @@ import pytest
 
 import splitjax
 from splitjax.trace.flatten import flatten
-from splitjax.trace.graph import RowUpdate
 from splitjax.trace.row_update import WholeTableUpdate, row_update
+from splitjax.trace.tables import RowUpdate
 
 NUM_ROWS, WIDTH = 12, 3
 TOUCHED, EARLIER = (0, 3, 3, 11), (1, 3, 5, 7)

@@ -27,7 +27,8 @@ from splitjax.sync.dense import Dense
 from splitjax.sync.description import Exchange, by_owners
 from splitjax.sync.owner import OwnerSharded
 from splitjax.sync.scheme import ByRows, Capacities, Scheme
-from splitjax.trace.graph import Graph, LookupTable, RowUpdate, itemsize
+from splitjax.trace.graph import Graph, itemsize
+from splitjax.trace.tables import LookupTable, RowUpdate
 
 LAZY_HINT: str = "; lazy=True would leave these rows alone"
 

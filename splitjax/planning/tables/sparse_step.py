@@ -15,7 +15,8 @@ from splitjax.planning.tables.lookups import Edited, edit_boundary
 from splitjax.planning.tables.table_sync import TableSync
 from splitjax.primitives.walk import Site, equation_at
 from splitjax.step.boundary import Twin
-from splitjax.trace.graph import Graph, LookupTable
+from splitjax.trace.graph import Graph
+from splitjax.trace.tables import LookupTable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from splitjax.schedule.model.jobs import DEVICE, resident_bytes
 from splitjax.schedule.model.policy import Assignment, Group, Member, View
 from splitjax.schedule.policies.folding import folded_devices, folded_sizes, switch_shares
 from splitjax.schedule.policies.gang import admit, place
+from splitjax.schedule.policies.group_shares import group_throughput, shared_devices
 from splitjax.schedule.policies.orders import Order
 
 MAX_MEMBERS = 8
@@ -244,7 +245,7 @@ class GroupPlan:
         """Gives the share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not
         have."""
         best = self._best()
-        return 1 - _throughput(self.width, self.load, self.size) / best if best else 0.0
+        return 1 - group_throughput(self.width, self.load, self.size) / best if best else 0.0
 
     def _best(self) -> float:
         """Gives the throughput of the admitted jobs, in full-speed workers, perfectly packed at one density."""
@@ -289,7 +290,7 @@ class GroupPlan:
             jobs = [self.view.jobs[int(active[members[0]])] for members in folded]
             packed = math.ceil(sum(float(self.demand[members].sum()) for members in groups) / self.density)
             sizes += folded_sizes(jobs, num_devices - sum(sizes) - packed, self.partial)
-        sizes += _shares(
+        sizes += shared_devices(
             [float(self.demand[members].sum()) for members in groups],
             [int(self.num_workers[members].sum()) for members in groups],
             num_devices - sum(sizes),
@@ -300,7 +301,7 @@ class GroupPlan:
             for values in (self.num_workers, self.demand)
         )
         if (
-            _throughput(width, load, np.array(sizes)) - _throughput(self.width, self.load, self.size)
+            group_throughput(width, load, np.array(sizes)) - group_throughput(self.width, self.load, self.size)
             <= least_gain * self._best()
         ):
             return
@@ -384,22 +385,3 @@ class GroupPlan:
         if count <= len(devices):
             return Member(job, devices[:count], devices[count:])
         return Member(job, tuple(devices[worker % len(devices)] for worker in range(count)))
-
-
-def _throughput(width: NDArray[np.float64], load: NDArray[np.float64], size: NDArray[np.float64]) -> float:
-    """Gives the throughput in full-speed workers of groups of so many workers, demand and devices."""
-    return float((width * np.minimum(1.0, size / np.maximum(load, 1e-9))).sum())
-
-
-def _shares(loads: list[float], widths: list[int], num_devices: int) -> list[int]:
-    """Shares devices out to groups in proportion to their load, each at least one, no more than it has workers."""
-    if not loads:
-        return []
-    exact = np.minimum(np.array(loads) * (num_devices / sum(loads)), widths)
-    sizes = np.maximum(1, np.floor(exact + 1e-9)).astype(np.int64)
-    for index in np.argsort(-(exact - sizes), kind="stable").tolist():
-        if sizes.sum() < num_devices and sizes[index] < widths[index]:
-            sizes[index] += 1
-    while sizes.sum() > num_devices:
-        sizes[int(np.argmax(sizes - exact))] -= 1
-    return sizes.tolist()

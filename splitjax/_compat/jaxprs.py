@@ -1,0 +1,140 @@
+"""Reads and builds jaxprs: from JAX 0.11 `ClosedJaxpr` and `Jaxpr` are one class, and this file is the only one that
+knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import core as public_core
+
+# Offered to the rest of splitjax under these names; imported as they are, so that their types are known to its users.
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import DropVar as DropVar
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
+from jax.interpreters import partial_eval
+
+NO_EFFECTS: frozenset[Any] = frozenset()
+JAXPR_TYPES: tuple[type, ...] = (Jaxpr, ClosedJaxpr)  # of jaxprs among the parameters of an equation
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Returns whether `value`, a parameter of an equation, is a jaxpr, open or closed."""
+    return isinstance(value, JAXPR_TYPES)
+
+
+def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the open jaxpr of `value` (with `constvars`, `invars`, `eqns`, `outvars`) and the values of its
+    constvars."""
+    if hasattr(value, "consts"):
+        inner = value.jaxpr if hasattr(value, "jaxpr") else value
+        return inner, tuple(value.consts)
+    return value, ()
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """Returns the closed form of the open `jaxpr`, with the values `consts` of its constvars; the identity where JAX
+    has only one class."""
+    if ClosedJaxpr is Jaxpr:
+        return jaxpr
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, list(consts))
+
+
+def like_jaxpr(value: Any, changed: Any) -> Any:
+    """Returns the open jaxpr `changed` as what `value` is, open or closed, with the same constants."""
+    if isinstance(value, ClosedJaxpr) and ClosedJaxpr is not Jaxpr:
+        return ClosedJaxpr(changed, list(value.consts))
+    return changed
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluates `jaxpr`, with the values `consts` of its constvars, on arrays or tracers `args`. The derivative rules
+    of custom_jvp and custom_vjp equations are kept."""
+    inner, own = open_jaxpr(jaxpr)
+    return public_core.eval_jaxpr(inner, list(consts) or list(own), *args)
+
+
+def argument_names(jaxpr: Any) -> tuple[str, ...]:
+    """Returns the paths of a traced function's flat arguments, as the debug information of `jaxpr` has them."""
+    inner, _ = open_jaxpr(jaxpr)
+    return tuple(inner.debug_info.arg_names or ())
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Traces `fun` abstractly: the closed jaxpr, and the pytree of `ShapeDtypeStruct`s of its result."""
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def detach_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """Returns the jaxpr `closed` without constants, and the constants as its first operands: `closed(*args)` =
+    `result(*consts, *args)`."""
+    consts = list(closed.consts)
+    if not consts:
+        return closed, consts
+    if ClosedJaxpr is Jaxpr:
+        return closed.with_consts(()), consts
+    inner = closed.jaxpr
+    names = inner.debug_info.arg_names
+    debug = inner.debug_info._replace(arg_names=None if names is None else ("",) * len(consts) + tuple(names))
+    return ClosedJaxpr(
+        inner.replace(constvars=(), invars=[*inner.constvars, *inner.invars], debug_info=debug), ()
+    ), consts
+
+
+def build_jaxpr(
+    like: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], consts: Sequence[tuple[Any, Any]]
+) -> Any:
+    """Returns a closed jaxpr with the inputs `invars`, the equations `eqns`, the results `outvars` and the debug
+    information of the jaxpr `like`. `consts`: pairs (variable, value)."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    debug = open_jaxpr(like)[0].debug_info._replace(arg_names=None, result_paths=None)
+    variables, values = [v for v, _ in consts], [value for _, value in consts]
+    if ClosedJaxpr is Jaxpr:
+        with_values: Any = Jaxpr  # whichever JAX is installed: type checkers know one of the two signatures
+        return with_values(variables, list(invars), list(outvars), list(eqns), effects, debug, consts=values)
+    return ClosedJaxpr(Jaxpr(variables, list(invars), list(outvars), list(eqns), effects, debug), values)
+
+
+def new_variable(like: Any) -> Any:
+    """Returns a fresh variable of the type of the variable `like`."""
+    return Var(like.aval)
+
+
+def variable_of(aval: Any) -> Any:
+    """Returns a fresh variable of the type `aval`: an abstract value or a `ShapeDtypeStruct`."""
+    if not isinstance(aval, jax.ShapeDtypeStruct):
+        return Var(aval)
+    return Var(public_core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
+
+
+def is_abstract(value: Any) -> bool:
+    """Returns whether `value` is a tracer that stands for an unknown array (not a derivative tracer around a concrete
+    one)."""
+    return isinstance(value, public_core.Tracer) and value.to_concrete_value() is None
+
+
+def jaxpr_effects(closed: Any) -> Any:
+    """Returns the side effects of the jaxpr `closed`, such as a debug print."""
+    return closed.effects
+
+
+def drop_unused(closed: Any, keep: int = 0) -> tuple[Any, list[bool]]:
+    """Returns the jaxpr `closed` without operations and inputs that no result needs, and which inputs are left; the
+    first `keep` always are."""
+    inner, consts = open_jaxpr(closed)
+    kept, used = partial_eval.dce_jaxpr(
+        inner, [True] * len(inner.outvars), [i < keep for i in range(len(inner.invars))]
+    )
+    return close_jaxpr(kept, consts), list(used)
+
+
+def prune_jaxpr(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Returns the part of the jaxpr `closed` that computes the results that are `used` (a flag for each), over the
+    operands that it needs, and which operands those are."""
+    inner, consts = open_jaxpr(closed)
+    kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
+    return close_jaxpr(kept, consts), list(used_inputs)
