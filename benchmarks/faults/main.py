@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from benchmarks._common import RESULTS, table, virtual_devices, write_page
-from benchmarks.faults import damage, disk, hang, kills
+from benchmarks.faults import damage, disk, false_alarms, hang, kills
 from benchmarks.faults.checks import Fault
 from benchmarks.faults.run import Recipe
 from splitjax.runtime.checkpoint.folder import checkpoint_folders
@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", choices=tuple(TITLES), default=[])
+    parser.add_argument("--only", nargs="*", choices=(*TITLES, "false_alarms"), default=[])
+    parser.add_argument("--hours", type=float, default=2.0, help="of false_alarms, which runs only if it is named")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the bytes")
     parser.add_argument(
         "--output",
@@ -90,6 +91,11 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the page and of faults.json, which it is made from",
     )
     options = parser.parse_args(argv)
+    if "false_alarms" in options.only:
+        quiet = false_alarms.measure(options.hours, options.output)
+        options.only.remove("false_alarms")
+        if not options.only:
+            return 1 if any(run.status or run.restarts for run in quiet) else 0
     records = options.output / "faults.json"
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="splitjax-faults-") as folder:

@@ -44,6 +44,7 @@ class Recipe:
     - `num_processes`: of the two devices' one each, or one with both.
     - `training`: options of `splitjax train` beside these.
     - `cache`: folder of compiled programs, which runs share.
+    - `program`: another command in place of `splitjax train`, which keeps its files in `folder` too.
     """
 
     folder: pathlib.Path
@@ -55,6 +56,7 @@ class Recipe:
     num_processes: int = 2
     metrics_name: str = "m.jsonl"
     checkpoints_name: str = "ck"
+    program: tuple[str, ...] | None = None
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -65,7 +67,9 @@ class Recipe:
         return self.folder / self.metrics_name
 
     def command(self) -> list[str]:
-        """`splitjax train ...`"""
+        """`splitjax train ...`, or the `program`."""
+        if self.program is not None:
+            return list(self.program)
         return [
             sys.executable,
             "-m",
