@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+from benchmarks import machine
 from benchmarks._common import RESULTS, table, virtual_devices, write_page
 from benchmarks.faults import damage, disk, false_alarms, hang, kills
 from benchmarks.faults.checks import Fault
@@ -67,12 +68,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The faults of one kind that were injected in one go. `date`: ISO 8601, UTC."""
+    """The faults of one kind that were injected in one go. `date`: ISO 8601, UTC; `commit`: of the code that met
+    them."""
 
     date: str
     seed: int
     seconds: float
     faults: tuple[Fault, ...]
+    commit: str = ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,12 +112,10 @@ def main(argv: list[str] | None = None) -> int:
             for fault in PARTS[name](place, random.Random(options.seed)):
                 found.append(fault)
                 print(f"{time.monotonic() - begin:5.0f} s  {_line(fault)}", flush=True)
-            seconds = time.monotonic() - part_begin
-            _write(
-                records,
-                name,
-                Part(datetime.datetime.now(datetime.UTC).date().isoformat(), options.seed, seconds, tuple(found)),
-            )
+                # After each: an interruption loses one fault.
+                today = datetime.datetime.now(datetime.UTC).date().isoformat()
+                part_seconds = time.monotonic() - part_begin
+                _write(records, name, Part(today, options.seed, part_seconds, tuple(found), machine.this_commit()))
     parts = _read(records)
     print("wrote", write_page("faults", _page(parts, reference, undisturbed_seconds), options.output))
     return 0 if all(fault.survived for part in parts.values() for fault in part.faults) else 1
@@ -224,8 +225,6 @@ def _write(records: pathlib.Path, name: str, part: Part) -> None:
 
 
 def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float) -> list[str]:
-    from benchmarks import machine
-
     everything = [fault for part in parts.values() for fault in part.faults]
     survived = sum(fault.survived for fault in everything)
     lost = [fault.lost_steps - fault.steps_of_save for fault in everything if fault.lost_steps is not None]
