@@ -40,6 +40,7 @@ class Fault:
       stated for it.
     - `again_seconds`: from the fault to the first step after it.
     - `problems`: everything that is not as required; empty for a fault that was survived.
+    - `count`: how often it was injected, where one line stands for many moments.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Fault:
     again_seconds: float | None = None
     note: str = ""
     problems: tuple[str, ...] = ()
+    count: int = 1
 
     @property
     def lost_steps(self) -> int | None:

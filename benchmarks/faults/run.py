@@ -180,8 +180,7 @@ class Launched:
 
     def left_running(self) -> list[int]:
         """Every process that carries this run's mark, the launcher included."""
-        mark = f"{TAG}={self._tag}".encode()
-        return [pid for pid in _pids() if mark in _environment(pid)]
+        return tagged(self._tag)
 
     def workers(self) -> dict[int, int]:
         """rank -> process id, of the workers that run now."""
@@ -196,9 +195,7 @@ class Launched:
         return last_step(self.recipe.metrics)
 
     def complete(self) -> tuple[int, ...]:
-        with contextlib.suppress(OSError):
-            return tuple(checkpoint_folders(self.recipe.checkpoints))
-        return ()
+        return checkpoints(self.recipe)
 
     def saving(self) -> int | None:
         """The step of the checkpoint that is being written."""
@@ -295,6 +292,19 @@ class Launched:
         with contextlib.suppress(OSError):
             return self.recipe.metrics.stat().st_ino, self.last_step()
         return 0, 0
+
+
+def tagged(tag: str) -> list[int]:
+    """Every process that carries a run's mark."""
+    mark = f"{TAG}={tag}".encode()
+    return [pid for pid in _pids() if mark in _environment(pid)]
+
+
+def checkpoints(recipe: Recipe) -> tuple[int, ...]:
+    """The steps of the complete ones."""
+    with contextlib.suppress(OSError):
+        return tuple(checkpoint_folders(recipe.checkpoints))
+    return ()
 
 
 def last_step(metrics: pathlib.Path) -> int:

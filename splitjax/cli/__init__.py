@@ -7,6 +7,7 @@ a wrong option does.
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from splitjax.cli._interrupt import end_cleanly
+from splitjax.cli._interrupt import end_cleanly, ignore_when_done
 from splitjax.cli._train_options import expand_config
 from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
@@ -108,4 +109,5 @@ def script() -> None:
     first."""
     # A second Ctrl-C to the launcher is its own: it kills the workers.
     end_cleanly(second_ends=sys.argv[1:2] != ["launch"])
+    atexit.register(ignore_when_done)  # behind what commands register, which may wait for others
     sys.exit(main())

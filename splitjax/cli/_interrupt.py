@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from splitjax import _compat
@@ -42,11 +42,14 @@ def end_cleanly(*, second_ends: bool = True, exit_process: Callable[[int], None]
     numbers = (signal.SIGINT,) if _compat.coordination_client() is not None else SIGNALS
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # Without a handler of Python's the pipe would not be told. It does nothing: the thread does.
-    before = {
-        number: signal.signal(number, _noted) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    pipe_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    with _held_back(numbers):
+        # Without a handler of Python's the pipe would not be told. It does nothing: the thread does.
+        before = {
+            number: signal.signal(number, _noted)
+            for number in numbers
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        pipe_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     # It holds both ends: they live as long as the process.
     listener = threading.Thread(
         target=_listen, args=(reader, writer, second_ends, exit_process), name="splitjax-signals", daemon=True
@@ -61,6 +64,27 @@ def end_cleanly(*, second_ends: bool = True, exit_process: Callable[[int], None]
         listener.join()
 
     return restore
+
+
+def ignore_when_done() -> None:
+    """Makes a Ctrl-C change nothing any more: the command has done its work and is taken down. Python takes its
+    handlers away before it takes down modules, and the signal would then kill the process without a word. SIGTERM still
+    does, so that nothing can get stuck there."""
+    if signal.getsignal(signal.SIGINT) is _noted:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _held_back(numbers: Sequence[int]) -> Iterator[None]:
+    """Holds signals back for a block, where the system can: one between a new handler and its pipe would be lost."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from splitjax import display
+from splitjax._files import write_atomically
 from splitjax.display.text_layout import text_width
 from splitjax.errors import PlanError
 
@@ -24,9 +25,10 @@ def write_page(path: pathlib.Path, body: str, title: str) -> None:
 
 
 def write_file(path: pathlib.Path, text: str, option: str) -> None:
-    """Writes to `path` the `text` that an `option` asked for. Raises `PlanError` when the file cannot be written."""
+    """Writes to `path` the `text` that an `option` asked for; an interrupted command leaves what was there. Raises
+    `PlanError` when the file cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text)
     except OSError as error:
         raise PlanError(
             f"the file cannot be written: {error.strerror or error}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+from splitjax._files import replace_atomically
 from splitjax.cli._memory import MemoryUse
 
 
@@ -34,5 +35,5 @@ def write_plot(
     memory_axes.set(title="memory per device", ylabel="MiB", xticks=[0.2, 1.2], xticklabels=["state", "whole step"])
     memory_axes.margins(y=0.15)
     memory_axes.legend()
-    figure.savefig(path, dpi=120)
+    replace_atomically(path, lambda scratch: figure.savefig(scratch, dpi=120))
     return True

@@ -65,6 +65,19 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so(ends):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def test_a_signal_that_comes_while_handlers_are_made_is_not_lost(ends, monkeypatch, capfd):
+    install = signal.set_wakeup_fd
+
+    def install_late(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        return install(*arguments, **options)
+
+    monkeypatch.setattr(_interrupt.signal, "set_wakeup_fd", install_late)
+    statuses = ends()
+    monkeypatch.undo()
+    until(lambda: statuses == [130])
+
+
 def interrupted(code, *arguments, number=signal.SIGINT):
     """`splitjax ARGUMENTS` with `code` before it, which writes a line when it is to be interrupted."""
     process = subprocess.Popen(
@@ -101,3 +114,10 @@ def test_ctrl_c_while_a_call_into_c_does_not_return():
     began = time.monotonic()
     status, err = interrupted(code, "doctor", number=signal.SIGTERM)
     assert status == 143 and err == "stopped by SIGTERM\n" and time.monotonic() - began < 15
+
+
+def test_ctrl_c_while_a_command_that_is_done_is_taken_down():
+    # Python has taken its handlers away when it takes down modules.
+    code = "import os, time\nclass Late:\n    def __del__(self, write=os.write, sleep=time.sleep):\n"
+    code += "        write(1, b'now\\n'); sleep(0.5)\nlate, sys.stdout = Late(), open(os.devnull, 'w')"
+    assert interrupted(code, "doctor") == (0, "")

@@ -7,10 +7,12 @@ dependency of splitjax.
 from __future__ import annotations
 
 import os
+import pathlib
 from typing import Any
 
 import numpy as np
 
+from splitjax._files import replace_atomically
 from splitjax.display.figures import ratio_text, share_text
 from splitjax.errors import ProfileError
 from splitjax.report.profile.rows import headline
@@ -52,7 +54,7 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
     _overlap(figure, overlap, shown)
     if path is not None:
         try:
-            figure.savefig(path, dpi=120)
+            replace_atomically(pathlib.Path(path), lambda scratch: figure.savefig(scratch, dpi=120))
         except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
             raise ProfileError(
                 f"the plot cannot be written: {getattr(error, 'strerror', None) or error}",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from splitjax._files import replace_atomically
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.result import SimulationResult, Span
 
@@ -55,7 +56,7 @@ def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
             ylabel="device",
         )
     try:
-        figure.savefig(path, dpi=120)
+        replace_atomically(pathlib.Path(path), lambda scratch: figure.savefig(scratch, dpi=120))
     except (OSError, ValueError) as error:
         raise ScheduleError(
             f"the plot cannot be written: {error}",
