@@ -83,13 +83,14 @@ class End:
     text: str
 
 
-def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int) -> Fault:
-    """Interrupts a command at 40 random moments between its entry point and its end, in a new `folder`; `reference`:
-    the undisturbed run of those that train."""
+def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int, seconds: float = 3600.0) -> Fault:
+    """Interrupts a command at 40 random moments between its entry point and its end, in a new `folder`; fewer where
+    `seconds` are over before. `reference`: the undisturbed run of those that train."""
+    until = time.monotonic() + seconds
     rng = random.Random(f"{seed}:{name}")
     folder.mkdir(parents=True)
     if name in SAVING:
-        return _interrupt_training(name, folder, reference, rng)
+        return _interrupt_training(name, folder, reference, rng, until)
     command = next(one for one in COMMANDS if one.name == name)
     (folder / "j.csv").write_text(f"name,arrival_seconds,num_workers,num_iterations,profile\n{_JOBS}")
     (folder / "p.json").write_text(json.dumps([_PROFILE]))
@@ -99,6 +100,8 @@ def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int) -> 
     kept = {result: (folder / result).read_text() for result in command.results if not problems}
     ends: list[End] = []
     for _ in range(0 if problems else NUM_MOMENTS):
+        if time.monotonic() > until:
+            break
         end = _run(arguments, folder, reference.environment(), rng.uniform(0.0, whole.end_seconds))
         ends.append(end)
         problems += _problems(end, command.statuses, ("interrupted",))
@@ -106,7 +109,7 @@ def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int) -> 
     return _fault(name, ends, problems, f"{whole.end_seconds:.1f} s undisturbed")
 
 
-def _interrupt_training(name: str, folder: pathlib.Path, reference: Recipe, rng: random.Random) -> Fault:
+def _interrupt_training(name: str, folder: pathlib.Path, reference: Recipe, rng: random.Random, until: float) -> Fault:
     """Each start goes on where the one before it was interrupted; what is complete is compared with `reference`, and
     the next run begins anew."""
     recipe = dataclasses.replace(reference, folder=folder / "0")
@@ -116,7 +119,7 @@ def _interrupt_training(name: str, folder: pathlib.Path, reference: Recipe, rng:
     problems: list[str] = []
     complete = 0
     whole_seconds = None
-    while len(ends) < NUM_MOMENTS:
+    while len(ends) < NUM_MOMENTS and time.monotonic() < until:
         recipe.folder.mkdir(exist_ok=True)
         train = recipe.command()
         arguments = train if name == "train" else [*launcher, *train]
@@ -239,8 +242,8 @@ def _await(happened: Callable[[], bool]) -> float:
 
 
 def _has_entered(pid: int) -> bool:
-    """Whether the entry point of a command runs: from there on it catches SIGHUP, which Python itself does not."""
+    """Whether the entry point of a command runs: from there on it catches SIGTERM, which Python itself does not."""
     with contextlib.suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", pathlib.Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGHUP - 1) & 1)
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
     return False

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 FAULTS = ("python", "loader", "collective", "compile", "save", "slow", "memory")
-SLOW_SECONDS = 0.03
+SLOW_SECONDS = 0.2
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("worker", description=__doc__)
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint-every", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--checkpoint-every", type=int, default=20)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that reading a batch takes")
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--rank", type=int, default=0, help="whom the fault strikes")
@@ -59,8 +59,6 @@ def main(argv: list[str] | None = None) -> int:
 
         def loss_fn(params: Any) -> jax.Array:
             images = batch["image"].reshape(-1, 64)
-            if fault == "collective":
-                images = jax.pure_callback(_held_up_at(options.at), images, images)
             images += 0.1 * jax.random.normal(noise, images.shape)
             return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, images), batch["label"]).mean()
 
@@ -139,6 +137,8 @@ class _HostCode:
             time.sleep(SLOW_SECONDS)
         elif self._fault == "python" and row["step"] == self._at:
             stuck_in_python()
+        elif self._fault == "collective" and row["step"] == self._at:
+            stuck_in_a_collective()
         elif self._fault == "memory" and row["step"] == self._at:
             take_memory()
 
@@ -181,21 +181,13 @@ def stuck_in_save() -> None:
         time.sleep(60)
 
 
-def stuck_in_the_step() -> None:
-    while True:
-        time.sleep(60)
+def stuck_in_a_collective() -> None:
+    """Joins a barrier that no other process joins, as a collective under `if jax.process_index() == 0` does."""
+    from splitjax import _compat
 
-
-def _held_up_at(step: int) -> Any:
-    """A call out of the compiled step that does not come back in its `step`th run."""
-    runs = iter(range(1, sys.maxsize))
-
-    def call(images: Any) -> Any:
-        if next(runs) == step:
-            stuck_in_the_step()
-        return images
-
-    return call
+    client = _compat.coordination_client()
+    assert client is not None
+    client.wait_at_barrier("one-process-alone", timeout_in_ms=10**9)
 
 
 def take_memory() -> None:
