@@ -40,6 +40,7 @@ class Fault:
       stated for it.
     - `again_seconds`: from the fault to the first step after it.
     - `problems`: everything that is not as required; empty for a fault that was survived.
+    - `key`: names it in its part.
     - `count`: how often it was injected, where one line stands for many moments.
     """
 
@@ -55,6 +56,7 @@ class Fault:
     note: str = ""
     problems: tuple[str, ...] = ()
     count: int = 1
+    key: str = ""
 
     @property
     def lost_steps(self) -> int | None:

@@ -1,34 +1,46 @@
 """Whether training survives faults: killed workers, full disks, damaged files, cut networks, requests to stop; bit for
 bit.
 
-    python -m benchmarks faults   everything (12 minutes on two idle cores; Linux, root), and its page
+    python -m benchmarks faults   everything (an hour on two idle cores; Linux, root), and its page
     python -m benchmarks faults --only kills --seed 1
             one part, with other moments; the page keeps the others as they were
+    python -m benchmarks faults --only stuck --cells python-0 save-1
+            some faults of a part whose faults are met one by one; `--missing`: those that the page does not have
+    python -m benchmarks faults --only false_alarms --hours 2
+            undisturbed runs; and `--only tracking`: what recording where a process is costs
 
-Every fault meets a run of `splitjax launch -n 2 -- splitjax train` on two processes, which has to end as the
-undisturbed run did: one line of metrics for every step, equal but for times, and a last checkpoint of equal arrays,
-PRNG key and data position.
+Most faults meet a run of `splitjax launch -n 2 -- splitjax train` on two processes, others one of a script of one's own
+(`benchmarks.faults.worker`), which has to end as the undisturbed run did: one line of metrics for every step, equal
+but for times, and a last checkpoint of equal arrays, PRNG key and data position.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import datetime
 import itertools
-import json
 import pathlib
 import random
-import statistics
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from benchmarks import machine
-from benchmarks._common import RESULTS, table, virtual_devices, write_page
-from benchmarks.faults import damage, disk, false_alarms, hang, kills
+from benchmarks._common import RESULTS, virtual_devices, write_page
+from benchmarks.faults import (
+    bad_numbers,
+    damage,
+    disk,
+    false_alarms,
+    hang,
+    hardships,
+    interrupts,
+    kills,
+    overhead,
+    page,
+    stuck,
+)
 from benchmarks.faults.checks import Fault
 from benchmarks.faults.run import Recipe
 from splitjax.runtime.checkpoint.folder import checkpoint_folders
@@ -40,14 +52,6 @@ DATA_DAMAGES = (
     ("data_batch_4.bin", "bit flipped"),
     ("test_batch.bin", "bit flipped"),
 )
-TITLES = {
-    "kills": "A worker is killed",
-    "disks": "The disk fills up",
-    "checkpoints": "Checkpoints and logs are damaged",
-    "data": "Data are damaged",
-    "hangs": "Workers cannot be reached",
-    "stops": "The run is asked to end, or loses its launcher",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,25 @@ class Place:
     folder: pathlib.Path
     reference: Recipe
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    made: dict[str, Recipe] = dataclasses.field(default_factory=dict)
+
+    def done(self, name: str) -> Recipe:
+        """A finished run to compare with, made when it is first asked for: `train`, `script`, or the script's loop by
+        hand (`skip`, `rollback`)."""
+        if name not in self.made:
+            if name == "train":
+                kills.undisturbed(self.reference)
+                self.made[name] = self.reference
+            elif name == "script":
+                self.made[name] = self.script(name)
+                kills.undisturbed(self.made[name])
+            else:
+                self.made[name] = bad_numbers.by_hand(self.script(name), name)
+        return self.made[name]
+
+    def script(self, name: str) -> Recipe:
+        """The script of one's own anew in a folder of its own."""
+        return stuck.script(self.new_folder(name), self.reference.cache)
 
     def recipe(self, name: str, **changes: object) -> Recipe:
         """The same run anew in a folder of its own."""
@@ -66,25 +89,15 @@ class Place:
         return self.folder / f"{name}-{next(self.numbers)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The faults of one kind that were injected in one go. `date`: ISO 8601, UTC; `commit`: of the code that met
-    them."""
-
-    date: str
-    seed: int
-    seconds: float
-    faults: tuple[Fault, ...]
-    commit: str = ""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Injects the chosen faults; returns 1 where one was not survived."""
     virtual_devices(1)
     parser = argparse.ArgumentParser(
         "faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", choices=(*TITLES, "false_alarms"), default=[])
+    parser.add_argument("--only", nargs="*", choices=(*page.TITLES, "false_alarms", "tracking"), default=[])
+    parser.add_argument("--cells", nargs="*", default=[], help="of parts whose faults are met one by one: only these")
+    parser.add_argument("--missing", action="store_true", help="of those parts: only what was not met yet")
     parser.add_argument("--hours", type=float, default=2.0, help="of false_alarms, which runs only if it is named")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the bytes")
     parser.add_argument(
@@ -94,31 +107,46 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the page and of faults.json, which it is made from",
     )
     options = parser.parse_args(argv)
-    if "false_alarms" in options.only:
-        quiet = false_alarms.measure(options.hours, options.output)
-        options.only.remove("false_alarms")
-        if not options.only:
-            return 1 if any(run.status or run.restarts for run in quiet) else 0
-    records = options.output / "faults.json"
+    for name in dict.fromkeys(options.only):
+        if name == "false_alarms":
+            false_alarms.measure(options.hours, options.output)
+        elif name == "tracking":
+            print(overhead.measure(options.output), flush=True)
+    names = [name for name in options.only if name in page.TITLES] if options.only else list(page.TITLES)
+    records = options.output / page.RECORDS
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="splitjax-faults-") as folder:
-        reference = Recipe(pathlib.Path(folder) / "undisturbed", pathlib.Path(folder) / "compiled")
-        place = Place(pathlib.Path(folder), reference)
-        undisturbed_seconds = kills.undisturbed(reference)
-        print(f"the undisturbed run took {undisturbed_seconds:.1f} s", flush=True)
-        for name in options.only or TITLES:
-            found: list[Fault] = []
-            part_begin = time.monotonic()
-            for fault in PARTS[name](place, random.Random(options.seed)):
-                found.append(fault)
-                print(f"{time.monotonic() - begin:5.0f} s  {_line(fault)}", flush=True)
+        place = Place(
+            pathlib.Path(folder), Recipe(pathlib.Path(folder) / "undisturbed", pathlib.Path(folder) / "compiled")
+        )
+        for name in names:
+            for key, fault, seconds in _meet(name, place, options, page.read(records)):
+                print(f"{time.monotonic() - begin:5.0f} s  {page.line(fault)}", flush=True)
                 # After each: an interruption loses one fault.
-                today = datetime.datetime.now(datetime.UTC).date().isoformat()
-                part_seconds = time.monotonic() - part_begin
-                _write(records, name, Part(today, options.seed, part_seconds, tuple(found), machine.this_commit()))
-    parts = _read(records)
-    print("wrote", write_page("faults", _page(parts, reference, undisturbed_seconds), options.output))
+                page.store(records, name, key, fault, options.seed, seconds)
+    parts = page.read(records)
+    print("wrote", write_page("faults", page.lines(parts, options.output), options.output))
     return 0 if all(fault.survived for part in parts.values() for fault in part.faults) else 1
+
+
+def _meet(
+    name: str, place: Place, options: argparse.Namespace, before: Mapping[str, page.Part]
+) -> Iterator[tuple[str, Fault, float]]:
+    """Injects the faults of a part: of each its key (a number where they are met in one go), and how long it took."""
+    if name in PARTS:
+        place.done("train")
+        begin = time.monotonic()
+        for number, fault in enumerate(PARTS[name](place, random.Random(options.seed))):
+            yield str(number), fault, time.monotonic() - begin
+            begin = time.monotonic()
+        return
+    there = {fault.key for fault in before[name].faults} if options.missing and name in before else set()
+    for key, meet in CELLS[name].items():
+        if key in there or (options.cells and key not in options.cells):
+            continue
+        begin = time.monotonic()
+        fault = meet(place, random.Random(f"{options.seed}:{key}"))
+        yield key, fault, time.monotonic() - begin
 
 
 def _kills(place: Place, rng: random.Random) -> Iterator[Fault]:
@@ -194,145 +222,81 @@ def _stops(place: Place, rng: random.Random) -> Iterator[Fault]:
         yield hang.asked(place.recipe("asked"), place.reference, how, rng)
 
 
+Meet = Callable[[Place, random.Random], Fault]
+# Faults that are met in one go.
 PARTS: dict[str, Callable[[Place, random.Random], Iterator[Fault]]] = {
     "kills": _kills, "disks": _disks, "checkpoints": _checkpoints, "data": _data, "hangs": _hangs, "stops": _stops,
 }  # fmt: skip
 
 
-def _line(fault: Fault) -> str:
-    parts = [f"{'survived' if fault.survived else 'FAILED'}: {fault.kind} ({fault.moment})"]
-    parts += [f"{fault.lost_steps} steps lost"] if fault.lost_steps is not None else []
-    parts += [f"answered after {fault.end_seconds:.1f} s"] if fault.end_seconds is not None else []
-    parts += [f"a step after {fault.again_seconds:.1f} s"] if fault.again_seconds is not None else []
-    return "; ".join([*parts, *filter(None, [fault.note]), *fault.problems])
+def _stuck(what: str, rank: int) -> Meet:
+    return lambda place, rng: stuck.stuck(place.script(what), place.done("script"), what, rank, rng)
 
 
-def _read(records: pathlib.Path) -> dict[str, Part]:
-    """The parts that were measured so far, in the order of the page."""
-    stored = json.loads(records.read_text()) if records.exists() else {}
-    read = lambda fault: Fault(**{**fault, "problems": tuple(fault["problems"])})
-    return {
-        name: Part(**{**stored[name], "faults": tuple(map(read, stored[name]["faults"]))})
-        for name in TITLES
-        if name in stored
-    }
+def _bad(action: str, kill: bool) -> Meet:
+    return lambda place, rng: bad_numbers.not_finite(
+        place.script("bad"), place.done("skip" if action == "stop" else action), action, kill, rng
+    )
 
 
-def _write(records: pathlib.Path, name: str, part: Part) -> None:
-    records.parent.mkdir(parents=True, exist_ok=True)
-    parts = {**_read(records), name: part}
-    records.write_text(json.dumps({name: dataclasses.asdict(part) for name, part in parts.items()}, indent=1) + "\n")
+def _interrupt(name: str) -> Meet:
+    def meet(place: Place, rng: random.Random) -> Fault:
+        reference = place.done("train") if name in interrupts.SAVING else place.reference
+        return interrupts.interrupt(name, place.new_folder(name), reference, rng.randrange(2**32))
+
+    return meet
 
 
-def _page(parts: dict[str, Part], reference: Recipe, undisturbed_seconds: float) -> list[str]:
-    everything = [fault for part in parts.values() for fault in part.faults]
-    survived = sum(fault.survived for fault in everything)
-    lost = [fault.lost_steps - fault.steps_of_save for fault in everything if fault.lost_steps is not None]
-    in_all = max((fault.lost_steps for fault in everything if fault.lost_steps is not None), default=0)
-    overdue = sum((fault.end_seconds or 0) > (fault.limit_seconds or float("inf")) for fault in everything)
-    kills_only = parts["kills"].faults if "kills" in parts else ()
-    recovered = [fault.again_seconds for fault in kills_only if fault.again_seconds is not None]
-    seconds = sum(part.seconds for part in parts.values())
-    lines = [
-        "# Faults: what training survives",
-        "",
-        (
-            f"**{survived} of {len(everything)} faults survived: the runs ended bit-identical to the undisturbed one,"
-            f" and nothing that was saved was lost. At most {max(lost, default=0)} steps were lost, the interval"
-            f" between checkpoints being {reference.checkpoint_every} ({in_all} with those that were done while a save"
-            f" was in progress, which was lost too); {overdue or 'none'} took longer than stated.**"
-        ),
-        "",
-        machine.header(
-            machine.this_machine((*machine.PACKAGES, "orbax-checkpoint")), "python -m benchmarks faults"
-        ).rstrip(),
-        "",
-        f"Runs: two processes (gloo), one thread each, `splitjax train {' '.join(reference.training)} --steps"
-        f" {reference.num_steps} --checkpoint-every {reference.checkpoint_every}`; undisturbed"
-        f" {undisturbed_seconds:.0f} s, the whole suite {seconds / 60:.0f} min on a machine that other work shares."
-        + (
-            f" From a kill to the next step: {statistics.median(recovered):.0f} s in the median, which is a start of"
-            " Python and JAX."
-            if recovered
-            else ""
-        ),
-        "",
-        "How it is counted:",
-        "",
-        (
-            "- Survived: the launcher (or, where none is left, the same command again) ended the run with exit status"
-            " 0; the metrics have one line for every step, equal to the undisturbed run's but for times; the last"
-            " checkpoint's arrays, with parameters, optimizer and PRNG key, are equal bit for bit, and so is its data"
-            " position; every checkpoint that was complete before the fault is there, and every byte of it good (with"
-            " few kept: the newest was resumed from); where a worker or the launcher was hit, no process was left."
-        ),
-        (
-            "- Steps lost: the last step in the metrics when the fault struck, less the step of the checkpoint that the"
-            " run went on from. A save that was in progress is lost with the attempt: the steps that were done while it"
-            " was written come on top of the interval, and are in brackets (the interval of these runs is half a"
-            " second, and a save takes as long on a busy machine). A start that had not done a step yet had none to"
-            " lose (-)."
-        ),
-        (
-            "- Answered: from the fault until the launcher had ended the attempt, or the fault was reported; stated is"
-            f" what the options and defaults promise for it: `--grace-seconds` {kills.GRACE_SECONDS:g},"
-            f" {kills.DRAIN_SECONDS:g} s for last words; `--heartbeat-seconds` {hang.HEARTBEAT_SECONDS}, and one and a"
-            " half times that for a worker that is cut off, which asks every half of that time whether the coordinator"
-            f" is there; `--stop-timeout-seconds` {hang.STOP_SECONDS:g}, and {kills.SLACK_SECONDS:g} s for a busy"
-            f" machine; {disk.REPORTED_WITHIN_SECONDS:g} s for a report of a failed save."
-        ),
-        "- A step again: from the fault (from the start by hand, where there was one) to the first step after it.",
-        "",
-    ]
-    for name, part in parts.items():
-        faults = part.faults
-        lines += [
-            f"## {TITLES[name]}",
-            "",
-            f"{part.date}, `--only {name} --seed {part.seed}`, {part.seconds / 60:.1f} min.",
-            "",
-        ]
-        if name == "kills":
-            moments = collections.Counter(fault.moment for fault in faults)
-            lines += [
-                (
-                    f"At random moments: {', '.join(f'{count} in {moment}' for moment, count in moments.most_common())}"
-                    " (start: before the checkpoints are looked at; restore: while they are checked and read; compile:"
-                    " before the first step)."
-                ),
-                "",
-            ]
-        titles = [
-            "fault",
-            "moment",
-            "at step",
-            "resumed from",
-            "steps lost",
-            "answered, s",
-            "stated, s",
-            "a step again, s",
-            "survived",
-            "",
-        ]
-        lines += [*table(titles, map(_row, faults)), ""]
-    return lines
-
-
-def _row(fault: Fault) -> list[str]:
-    number = lambda value, digits=0: "-" if value is None else f"{value:.{digits}f}"
-    lost = number(fault.lost_steps) + (f" ({fault.steps_of_save})" if fault.lost_steps and fault.steps_of_save else "")
-    return [
-        fault.kind,
-        fault.moment,
-        number(fault.last_step),
-        number(fault.resumed_step),
-        lost,
-        number(fault.end_seconds, 1),
-        number(fault.limit_seconds),
-        number(fault.again_seconds, 1),
-        "yes" if fault.survived else "NO",
-        "; ".join(filter(None, [fault.note, *fault.problems])),
-    ]
+# Faults that are met one by one.
+CELLS: dict[str, dict[str, Meet]] = {
+    "stuck": {f"{what}-{rank}": _stuck(what, rank) for what in stuck.SAYS for rank in (0, 1)},
+    "slow": {
+        **{
+            f"slow-{rank}": (lambda place, rng, rank=rank: stuck.slow(place.script("slow"), place.done("script"), rank))
+            for rank in (0, 1)
+        },
+        **{
+            f"stop-{seconds}-{rank}": (
+                lambda place, rng, rank=rank, seconds=seconds: stuck.stopped_for_a_while(
+                    place.recipe("stop"), place.done("train"), rank, seconds, rng
+                )
+            )
+            for seconds in (3, 8)
+            for rank in (0, 1)
+        },
+    },
+    "outside": {
+        **{
+            f"clock{seconds:+d}": (
+                lambda place, rng, seconds=seconds: hardships.clock_jumps(
+                    place.script("clock"), place.done("script"), seconds, rng
+                )
+            )
+            for seconds in (3600, -3600, 86400 * 365)
+        },
+        **{
+            f"memory-{rank}": (
+                lambda place, rng, rank=rank: hardships.out_of_memory(
+                    place.script("memory"), place.done("script"), rank, rng
+                )
+            )
+            for rank in (0, 1)
+        },
+        **{
+            f"coordinator-{number.name}": (
+                lambda place, rng, number=number: hardships.coordinator_gone(
+                    place.script("coordinator"), place.done("script"), number, rng
+                )
+            )
+            for number in (signal.SIGKILL, signal.SIGSTOP)
+        },
+    },
+    "numbers": {
+        **{action: _bad(action, False) for action in ("stop", "skip", "rollback")},
+        **{f"{action}-killed": _bad(action, True) for action in ("skip", "rollback")},
+    },
+    "interrupts": {name: _interrupt(name) for name in interrupts.ALL},
+}  # fmt: skip
 
 
 if __name__ == "__main__":

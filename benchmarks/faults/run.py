@@ -45,6 +45,7 @@ class Recipe:
     - `training`: options of `splitjax train` beside these.
     - `cache`: folder of compiled programs, which runs share.
     - `program`: another command in place of `splitjax train`, which keeps its files in `folder` too.
+    - `variables`: of the environment, beside those that all runs have.
     """
 
     folder: pathlib.Path
@@ -57,6 +58,7 @@ class Recipe:
     metrics_name: str = "m.jsonl"
     checkpoints_name: str = "ck"
     program: tuple[str, ...] | None = None
+    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -101,6 +103,7 @@ class Recipe:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            **dict(self.variables),
         }
 
 

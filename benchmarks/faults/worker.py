@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at", type=int, default=60, help="the step in which it does")
     parser.add_argument("--bad-step", type=int, help="the step whose batch is not finite")
     parser.add_argument("--bad-numbers", choices=("stop", "skip", "rollback"), default="stop")
+    parser.add_argument("--by-hand", action="store_true", help="the same without splitjax's loop, to compare with")
     options = parser.parse_args(argv)
 
     import jax
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     from splitjax import data, runtime
     from splitjax.errors import SplitjaxError
 
+    splitjax.initialize()  # on a cluster; under the launcher importing has done it
     is_struck = jax.process_index() == options.rank and os.environ.get("SPLITJAX_ATTEMPT", "0") == "0"
     fault = options.fault if is_struck else None
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
@@ -92,6 +94,12 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"resumed from the checkpoint of step {done}", flush=True)
             place = runtime.batch_layout(train_step, state, example)
             rows = digits.train_stream(32, seed=0, start=position, rows=place.rows)
+            if options.by_hand:
+                with data.prefetch(_read(rows, 0, options, None), place) as batches:
+                    state, position = _by_hand(train_step, state, batches, options)
+                extra = {"position": position.to_json()}
+                checkpoints.save(options.steps, state, extra, {}, carried=train_step.carried, wait=True)
+                return 0
             observers: list[Any] = [_HostCode(fault, options.at)]
             if jax.process_index() == 0:
                 observers.append(runtime.JsonLines(folder / "m.jsonl", done))
@@ -112,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     except SplitjaxError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    print(f"the clock shows {time.time():.0f}", flush=True)
     return stop.exit_status if outcome.stopped else 0
 
 
@@ -124,6 +133,25 @@ def _read(rows: Iterator[Any], done: int, options: argparse.Namespace, fault: st
             batch = {**batch, "image": batch["image"] * float("nan")}
         time.sleep(options.pace)
         yield position, batch
+
+
+def _by_hand(step: Any, state: Any, batches: Iterator[Any], options: argparse.Namespace) -> tuple[Any, Any]:
+    """A loop as one would write it: it knows which batch is bad, and leaves it out, or goes back to what would have
+    been saved. Returns the last state, and where its data go on."""
+    import jax
+
+    copy = lambda tree: jax.tree.map(lambda leaf: leaf.copy(), tree)
+    saved = copy(state)
+    for number, (position, batch) in enumerate(batches, 1):
+        if number != options.bad_step:
+            state, _ = step(state, batch)
+        elif options.bad_numbers == "rollback":
+            state = copy(saved)
+        if number % options.checkpoint_every == 0:
+            saved = copy(state)
+        if number == options.steps:
+            return state, position
+    raise AssertionError("batches of a stream do not end")
 
 
 class _HostCode:

@@ -1,0 +1,210 @@
+"""What happens to a process from outside: its clock jumps, its memory is over, the process that coordinates is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import random
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+from benchmarks.faults import run as runs
+from benchmarks.faults.checks import Fault, compare, lost, with_problems
+from benchmarks.faults.kills import KILLED_WITHIN_SECONDS, START_SECONDS, ended, settle
+from benchmarks.faults.run import Launched, Overdue, Recipe
+from benchmarks.faults.stuck import CHECKPOINT_EVERY, script
+
+# Of Debian's package `libfaketime`; it is preloaded into one run, and the machine's clock is left alone.
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+FAKETIME_VARIABLE = "SPLITJAX_FAULTS_FAKETIME"
+# JAX's own heartbeat where no launcher sets one, and as much again for its error to end the process.
+CLUSTER_HEARTBEAT_SECONDS = 100.0
+PACE = ("--pace", "0.1")
+
+
+def faketime() -> str | None:
+    """Where the library lies; None where it is not installed."""
+    path = os.environ.get(FAKETIME_VARIABLE, FAKETIME)
+    return path if pathlib.Path(path).exists() else None
+
+
+def clock_jumps(recipe: Recipe, reference: Recipe, seconds: float, rng: random.Random) -> Fault:
+    """The clock of a whole run, its launcher's too, is set by so many seconds in the middle: nobody is ended."""
+    fault = Fault(f"clock set by {seconds:+g} s", "step", CHECKPOINT_EVERY)
+    library = faketime()
+    if library is None:
+        return with_problems(fault, [f"install libfaketime, or say in {FAKETIME_VARIABLE} where it is"])
+    recipe.folder.mkdir(parents=True)
+    file = recipe.folder / "clock"
+    file.write_text("+0")
+    variables = {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # setting a clock does not move the other one
+        "DONT_FAKE_MONOTONIC": "1",
+    }
+    recipe = dataclasses.replace(script(recipe.folder, recipe.cache, *PACE), variables=tuple(variables.items()))
+    wanted = rng.randrange(CHECKPOINT_EVERY, 3 * CHECKPOINT_EVERY)
+    problems: list[str] = []
+    with Launched(recipe, restarts=1, options=["--step-timeout-seconds", "60", "--heartbeat-seconds", "30"]) as run:
+        try:
+            run.until(f"step {wanted}", lambda: run.last_step() >= wanted, START_SECONDS)
+            sight = run.sight()
+            scratch = file.with_name("clock.new")
+            scratch.write_text(f"{seconds:+g}")
+            scratch.replace(file)
+            again = run.until("a step", lambda: run.last_step() > sight.last_step + 1, START_SECONDS)
+            status = run.end(START_SECONDS)
+            problems += ["an attempt was ended"] if "starting all workers again" in run.text else []
+            problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference)
+            problems += lost(recipe, sight.complete)
+            moved = _clock_at_end(run.text) - time.time()
+            problems += [] if abs(moved - seconds) < 600 else [f"the clock was {moved:.0f} s off at the end"]
+            fault = dataclasses.replace(
+                fault,
+                moment=sight.phase,
+                last_step=sight.last_step,
+                again_seconds=again - sight.at,
+                note="nobody was ended (step deadline 60 s, heartbeat 30 s)",
+            )
+        except Overdue as error:
+            problems.append(str(error))
+        problems += ["processes were left running"] if run.process.poll() is not None and run.left_running() else []
+    return with_problems(fault, problems)
+
+
+def _clock_at_end(text: str) -> float:
+    """What the script says that its clock shows when it ends."""
+    found = re.findall(r"the clock shows ([0-9]+)", text)
+    return float(found[-1]) if found else float("nan")
+
+
+def out_of_memory(recipe: Recipe, reference: Recipe, rank: int, rng: random.Random) -> Fault:
+    """A worker takes more memory than it may have (RLIMIT_AS, 128 MiB above what it has): it fails with an error that
+    the launcher shows, and the next attempt goes on."""
+    at = rng.randrange(CHECKPOINT_EVERY + 5, 3 * CHECKPOINT_EVERY)
+    recipe = script(recipe.folder, recipe.cache, "--fault", "memory", "--rank", str(rank), "--at", str(at))
+    kind = "rank out of memory"
+    fault = Fault(kind, f"step {at}", CHECKPOINT_EVERY)
+    problems: list[str] = []
+    with Launched(recipe, restarts=1) as run:
+        try:
+            run.until(f"step {at - 2}", lambda: run.last_step() >= at - 2, START_SECONDS)
+            sight = run.sight()
+            one = ended(run, dataclasses.replace(sight, phase="step"), kind, KILLED_WITHIN_SECONDS + 10)
+            text = run.text
+            [fault] = settle(run, [one])
+            fault = dataclasses.replace(fault, note=f"worker {rank}", moment=f"step {at}")
+            status = run.end(START_SECONDS)
+            problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference)
+            problems += lost(recipe, sight.complete)
+            problems += [] if f"[launch] worker {rank} failed" in text else [f"worker {rank} was not named"]
+            problems += [] if "MemoryError" in text or "bad_alloc" in text else [f"memory was not named: {text[-800:]}"]
+        except Overdue as error:
+            problems.append(str(error))
+        problems += ["processes were left running"] if run.process.poll() is not None and run.left_running() else []
+    return with_problems(fault, problems)
+
+
+def coordinator_gone(recipe: Recipe, reference: Recipe, number: int, rng: random.Random) -> Fault:
+    """Process 0 of a run without a launcher, which holds JAX's coordination service as on a cluster, is killed or
+    stopped: the other process ends by itself, and the same commands go on."""
+    name = signal.Signals(number).name
+    fault = Fault(f"coordinator gone ({name})", "step", CHECKPOINT_EVERY)
+    recipe = script(recipe.folder, recipe.cache, *PACE)
+    wanted = rng.randrange(CHECKPOINT_EVERY, 3 * CHECKPOINT_EVERY)
+    problems: list[str] = []
+    limit = 2 * CLUSTER_HEARTBEAT_SECONDS
+    try:
+        with _cluster(recipe) as (processes, _):
+            _await(lambda: runs.last_step(recipe.metrics) >= wanted, f"step {wanted}")
+            before, last, struck = runs.checkpoints(recipe), runs.last_step(recipe.metrics), time.monotonic()
+            processes[0].send_signal(number)
+            try:
+                status = processes[1].wait(limit)
+                end_seconds = time.monotonic() - struck
+                problems += ["the other process ended well"] if status == 0 else []
+            except subprocess.TimeoutExpired:
+                raise Overdue(f"the other process did not end within {limit:g} s") from None
+        with _cluster(recipe) as (processes, output):
+            begun = time.monotonic()
+            _await(lambda: "resumed from the checkpoint of step" in output.read_text(errors="replace"), "a resume")
+            resumed = max(runs.checkpoints(recipe))
+            _await(lambda: runs.last_step(recipe.metrics) > resumed, "a step")
+            again = time.monotonic() - begun
+            statuses = [process.wait(START_SECONDS) for process in processes]
+            problems += [f"exit statuses {statuses}"] if any(statuses) else compare(recipe, reference)
+            problems += lost(recipe, before)
+        fault = dataclasses.replace(
+            fault,
+            last_step=last,
+            resumed_step=max(before),
+            end_seconds=end_seconds,
+            limit_seconds=limit,
+            again_seconds=again,
+            note="no launcher; the other process ended by itself; started again by hand",
+        )
+    except (Overdue, subprocess.TimeoutExpired) as error:
+        problems.append(str(error))
+    return with_problems(fault, problems)
+
+
+@contextlib.contextmanager
+def _cluster(recipe: Recipe) -> Iterator[tuple[list[subprocess.Popen[bytes]], pathlib.Path]]:
+    """Two processes as SLURM would start them on one machine; nothing of them is left running."""
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tag = secrets.token_hex(8)
+    output = recipe.folder / "output.txt"
+    with open(output, "w") as file:
+        processes = [
+            subprocess.Popen(
+                recipe.command(),
+                cwd=recipe.folder,
+                env={
+                    **recipe.environment(),
+                    runs.TAG: tag,
+                    "NPROC": "1",
+                    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+                    "SLURM_JOB_ID": str(port),
+                    "SLURM_STEP_NODELIST": "127.0.0.1",
+                    "SLURM_NTASKS": "2",
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_LOCALID": str(rank),
+                    "SLURM_STEP_NUM_NODES": "1",
+                    "JAX_COORDINATOR_PORT": str(port),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for rank in range(2)
+        ]
+    try:
+        yield processes, output
+    finally:
+        for pid in runs.tagged(tag):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _await(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not happened():
+        if time.monotonic() > deadline:
+            raise Overdue(f"{what}: not within {START_SECONDS:g} s")
+        time.sleep(0.01)
