@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
                 with data.prefetch(_read(rows, 0, options, None), place) as batches:
                     state, position = _by_hand(train_step, state, batches, options)
                 extra = {"position": position.to_json()}
-                checkpoints.save(options.steps, state, extra, {}, carried=train_step.carried, wait=True)
+                checkpoints.save(options.steps, state, extra, {}, wait=True)
                 return 0
             observers: list[Any] = [_HostCode(fault, options.at)]
             if jax.process_index() == 0:

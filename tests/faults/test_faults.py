@@ -13,8 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.faults import damage, disk, kills
-from benchmarks.faults import main as faults
+from benchmarks.faults import damage, disk, interrupts, kills, page, stuck
 from benchmarks.faults.checks import Fault, arrays, compare, differences, lost, own_problems
 from benchmarks.faults.run import TRAINING, Launched, Recipe, last_step
 
@@ -161,13 +160,49 @@ def test_what_a_fault_may_cost():
     assert "answered after 7.1 s" in own_problems(dataclasses.replace(fault, end_seconds=7.1))[0]
 
 
-def test_the_page_counts_what_was_not_survived(undisturbed, tmp_path):
-    good = Fault("kill", "step", 25, 57, None, 50, 2.0, 7.0, 9.0)
-    part = faults.Part("2026-01-01", 0, 60.0, (good, dataclasses.replace(good, problems=("lost",))))
-    faults._write(tmp_path / "faults.json", "kills", part)
-    assert faults._read(tmp_path / "faults.json") == {"kills": part}
-    page = "\n".join(faults._page({"kills": part}, undisturbed, 5.0))
-    assert "**1 of 2 faults survived" in page and "At most 7 steps were lost" in page and "| NO | lost |" in page
+def test_the_page_counts_what_was_not_survived(tmp_path):
+    good = Fault("SIGKILL to worker 1", "step", 25, 57, None, 50, 2.0, 7.0, 9.0)
+    records = tmp_path / "faults.json"
+    for key, fault in (("0", good), ("1", good), ("0", good), ("1", dataclasses.replace(good, problems=("lost",)))):
+        page.store(records, "kills", key, fault, 0, 60.0)  # number 0 begins the part anew
+    stuck_fault = dataclasses.replace(good, kind="stuck in Python", again_seconds=20.0)
+    for key in ("python-0", "python-1", "python-0"):
+        page.store(records, "stuck", key, stuck_fault, 0, 1.0)
+    asked = Fault("Ctrl-C to splitjax plan", "any", 0, None, end_seconds=0.2, limit_seconds=60.0, count=40)
+    page.store(records, "interrupts", "plan", asked, 0, 1.0)
+    parts = page.read(records)
+    assert [len(part.faults) for part in parts.values()] == [2, 2, 1] and parts["kills"].seconds == 120
+    text = "\n".join(page.lines(parts, tmp_path))
+    assert "**3 of 4 faults of 2 kinds survived" in text and "At most 7 steps were lost" in text
+    assert "| NO | lost |" in text and "40 of 40 Ctrl-C at random moments of 1 commands" in text
+    assert "| stuck in Python | 2 | 2 | 2.0, 2.0 | 20.0, 20.0 |" in text
+
+
+SAID = """[launch] worker 1 failed after 31.2 s: killed by the launcher: no step completed for 10 s (its deadline: 10 s)
+[launch] worker 0: in the step itself in step 20 for 10.2 s; last collective completed: that of step 18
+[launch] worker 1: waiting for data in step 20 for 10.2 s; last collective completed: that of step 18
+[launch] what worker 1 is doing:
+[launch]     Thread 0x00007f6c921f3b80 (most recent call first):
+[launch]       File "worker.py", line 16 in stuck_in_loader"""
+
+
+def test_what_is_not_said_of_a_stuck_worker_is_found_out():
+    assert stuck.unclear(SAID, "loader", 1) == []
+    lines = SAID.splitlines()
+    for number, missed in ((0, "failed"), (1, "who waits"), (2, "not said to be"), (3, "stacks"), (5, "in its stacks")):
+        text = "\n".join(line for index, line in enumerate(lines) if index != number)
+        assert any(missed in problem for problem in stuck.unclear(text, "loader", 1)), number
+    assert any("worker 0" in problem for problem in stuck.unclear(SAID, "loader", 0))
+    assert any("stuck_in_save" in problem for problem in stuck.unclear(SAID, "save", 1))
+
+
+def test_a_command_that_is_interrupted_ends_cleanly(tmp_path):
+    recipe = Recipe(tmp_path / "run", tmp_path / "compiled")
+    end = interrupts._run([sys.executable, "-m", "splitjax.cli", "doctor"], tmp_path, recipe.environment(), 0.0)
+    assert end.status == interrupts.INTERRUPTED and interrupts._problems(end, (0,), ("interrupted",)) == []
+    crashed = dataclasses.replace(end, status=-11, text="Fatal Python error: Segmentation fault")
+    assert len(interrupts._problems(crashed, (0,), ("interrupted",))) >= 2
+    assert interrupts._problems(dataclasses.replace(end, text=""), (0,), ("interrupted",)) != []
 
 
 def _nudged(line):
