@@ -92,6 +92,8 @@ class Place:
 def main(argv: list[str] | None = None) -> int:
     """Injects the chosen faults; returns 1 where one was not survived."""
     virtual_devices(1)
+    # A shell's background jobs ignore Ctrl-C, and so would all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(
         "faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
