@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -101,12 +102,11 @@ def curve(metrics: pathlib.Path) -> list[dict[str, Any]]:
 
 def arrays(checkpoint: pathlib.Path) -> dict[str, np.ndarray]:
     """Every array of a checkpoint by its path, keys as their bits; whoever saved it, in whatever layout."""
-    leaves = Description.read(checkpoint / folders.DESCRIPTION).leaves
-    wanted = {leaf.path: ocp.RestoreArgs(restore_type=np.ndarray) for leaf in leaves if leaf.is_stored_as_array}
-    found = ocp.PyTreeCheckpointHandler().restore(
-        epath.Path(checkpoint / folders.STATE), args=ocp.args.PyTreeRestore(restore_args=wanted)
-    )
-    return {path: np.asarray(array) for path, array in found.items()}
+    handler, folder = ocp.PyTreeCheckpointHandler(), epath.Path(checkpoint / folders.STATE)
+    wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(folder).tree)
+    found = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))
+    leaves = jax.tree_util.tree_flatten_with_path(found)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
 def compare(recipe: Recipe, undisturbed: Recipe) -> list[str]:

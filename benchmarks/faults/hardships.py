@@ -27,6 +27,7 @@ FAKETIME_VARIABLE = "SPLITJAX_FAULTS_FAKETIME"
 # JAX's own heartbeat where no launcher sets one, and as much again for its error to end the process.
 CLUSTER_HEARTBEAT_SECONDS = 100.0
 PACE = ("--pace", "0.1")
+_RESUMED = re.compile(r"resumed from the checkpoint of step ([0-9]+)")
 
 
 def faketime() -> str | None:
@@ -127,6 +128,7 @@ def coordinator_gone(recipe: Recipe, reference: Recipe, number: int, rng: random
         with _cluster(recipe) as (processes, _):
             _await(lambda: runs.last_step(recipe.metrics) >= wanted, f"step {wanted}")
             before, last, struck = runs.checkpoints(recipe), runs.last_step(recipe.metrics), time.monotonic()
+            saving = runs.saving(recipe)
             processes[0].send_signal(number)
             try:
                 status = processes[1].wait(limit)
@@ -134,10 +136,12 @@ def coordinator_gone(recipe: Recipe, reference: Recipe, number: int, rng: random
                 problems += ["the other process ended well"] if status == 0 else []
             except subprocess.TimeoutExpired:
                 raise Overdue(f"the other process did not end within {limit:g} s") from None
+            last = max(last, runs.last_step(recipe.metrics))
         with _cluster(recipe) as (processes, output):
             begun = time.monotonic()
-            _await(lambda: "resumed from the checkpoint of step" in output.read_text(errors="replace"), "a resume")
-            resumed = max(runs.checkpoints(recipe))
+            _await(lambda: _RESUMED.search(output.read_text(errors="replace")) is not None, "a resume")
+            resumed = int(_RESUMED.findall(output.read_text(errors="replace"))[0])
+            problems += [f"resumed from {resumed}, {max(before)} was complete"] if resumed < max(before) else []
             _await(lambda: runs.last_step(recipe.metrics) > resumed, "a step")
             again = time.monotonic() - begun
             statuses = [process.wait(START_SECONDS) for process in processes]
@@ -146,7 +150,8 @@ def coordinator_gone(recipe: Recipe, reference: Recipe, number: int, rng: random
         fault = dataclasses.replace(
             fault,
             last_step=last,
-            resumed_step=max(before),
+            saving_step=saving,
+            resumed_step=resumed,
             end_seconds=end_seconds,
             limit_seconds=limit,
             again_seconds=again,

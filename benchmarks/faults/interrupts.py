@@ -75,17 +75,19 @@ ALL = (*SAVING, *(command.name for command in COMMANDS))
 @dataclasses.dataclass(frozen=True)
 class End:
     """How a process ended that was interrupted. `moment_seconds`: from its entry point; `end_seconds`: from the
-    signal."""
+    signal. `was_met`: whether it still ran at that moment."""
 
     moment_seconds: float
     status: int
     end_seconds: float
     text: str
+    was_met: bool = True
 
 
 def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int, seconds: float = 3600.0) -> Fault:
     """Interrupts a command at 40 random moments between its entry point and its end, in a new `folder`; fewer where
-    `seconds` are over before. `reference`: the undisturbed run of those that train."""
+    `seconds` are over before. A start that had ended before its moment is not counted. `reference`: the undisturbed run
+    of those that train."""
     until = time.monotonic() + seconds
     rng = random.Random(f"{seed}:{name}")
     folder.mkdir(parents=True)
@@ -99,10 +101,10 @@ def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int, sec
     problems = [] if whole.status in command.statuses else [f"undisturbed: {whole.status}: {whole.text[-500:]}"]
     kept = {result: (folder / result).read_text() for result in command.results if not problems}
     ends: list[End] = []
-    for _ in range(0 if problems else NUM_MOMENTS):
-        if time.monotonic() > until:
-            break
+    while not problems and len(ends) < NUM_MOMENTS and time.monotonic() < until:
         end = _run(arguments, folder, reference.environment(), rng.uniform(0.0, whole.end_seconds))
+        if not end.was_met:
+            continue
         ends.append(end)
         problems += _problems(end, command.statuses, ("interrupted",))
         problems += _damaged(folder, kept, end)
@@ -130,7 +132,7 @@ def _interrupt_training(name: str, folder: pathlib.Path, reference: Recipe, rng:
         if whole_seconds is None:
             whole_seconds = end.end_seconds
             problems += [] if end.status == 0 else [f"undisturbed: {end.status}: {end.text[-800:]}"]
-        else:
+        elif end.was_met:
             ends.append(end)
             problems += _problems(end, (0,), ("interrupted", "stopped on request", "Ctrl-C"))
             problems += lost(recipe, before)
@@ -201,7 +203,7 @@ def _is_json(text: str) -> bool:
 def _run(arguments: list[str], folder: pathlib.Path, environment: dict[str, str], moment: float | None) -> End:
     """Runs it to its end, interrupted `moment` seconds after its entry point; None: not at all, and `end_seconds` is
     from there."""
-    tag = secrets.token_hex(8)
+    tag, was_met = secrets.token_hex(8), False
     with open(folder / "output.txt", "w+", errors="replace") as output:
         process = subprocess.Popen(
             arguments,
@@ -218,7 +220,8 @@ def _run(arguments: list[str], folder: pathlib.Path, environment: dict[str, str]
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(moment)
                 entered = time.monotonic()
-                if process.poll() is None:
+                was_met = process.poll() is None
+                if was_met:
                     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground
             status = process.wait(_LIMIT_SECONDS)
             took = time.monotonic() - entered
@@ -232,7 +235,7 @@ def _run(arguments: list[str], folder: pathlib.Path, environment: dict[str, str]
         output.seek(0)
         text = output.read()
     text += "\nTraceback: processes were left running" if left else ""
-    return End(moment or 0.0, status, took, text)
+    return End(moment or 0.0, status, took, text, was_met)
 
 
 def _await(happened: Callable[[], bool]) -> float:

@@ -202,9 +202,7 @@ class Launched:
 
     def saving(self) -> int | None:
         """The step of the checkpoint that is being written."""
-        with contextlib.suppress(OSError):
-            return next((int(m[1]) for m in map(_SAVING.fullmatch, os.listdir(self.recipe.checkpoints)) if m), None)
-        return None
+        return saving(self.recipe)
 
     def new_attempt(self) -> None:
         """From here on, what the workers say and write is that of the next attempt."""
@@ -308,6 +306,13 @@ def checkpoints(recipe: Recipe) -> tuple[int, ...]:
     with contextlib.suppress(OSError):
         return tuple(checkpoint_folders(recipe.checkpoints))
     return ()
+
+
+def saving(recipe: Recipe) -> int | None:
+    """The step of the checkpoint that is being written."""
+    with contextlib.suppress(OSError):
+        return next((int(m[1]) for m in map(_SAVING.fullmatch, os.listdir(recipe.checkpoints)) if m), None)
+    return None
 
 
 def last_step(metrics: pathlib.Path) -> int:

@@ -23,6 +23,7 @@ SAYS = {
     "python": ("in host code between steps", "stuck_in_python"),
     "loader": ("waiting for data", "stuck_in_loader"),
     "collective": ("in host code between steps", "stuck_in_a_collective"),
+    "trace": ("outside a training loop", "stuck_in_trace"),  # where the state is made, before the loop
     "compile": ("compiling", "stuck_in_compile"),
     "save": ("saving a checkpoint", "stuck_in_save"),
 }
@@ -30,10 +31,12 @@ NAMES = {
     "python": "stuck in Python",
     "loader": "stuck in the loader",
     "collective": "stuck in a collective",
+    "trace": "stuck before its loop, in a trace",
     "compile": "stuck in a compilation",
     "save": "stuck in a save",
 }
-_TIMEOUTS = {"compile": COMPILE_TIMEOUT_SECONDS, "save": SAVE_TIMEOUT_SECONDS}
+_TIMEOUTS = {"trace": COMPILE_TIMEOUT_SECONDS, "compile": COMPILE_TIMEOUT_SECONDS, "save": SAVE_TIMEOUT_SECONDS}
+_EARLY = ("trace", "compile")  # before the first step
 _STACKS_SECONDS = 2.0 + SLACK_SECONDS  # that a worker has to write its stacks
 
 
@@ -59,13 +62,13 @@ def stuck(recipe: Recipe, reference: Recipe, what: str, rank: int, rng: random.R
         struck = at
     recipe = script(recipe.folder, recipe.cache, "--fault", what, "--rank", str(rank), "--at", str(at))
     options = ["--step-timeout-seconds", str(STEP_TIMEOUT_SECONDS), "--save-timeout-seconds", str(SAVE_TIMEOUT_SECONDS)]
-    options += ["--compile-timeout-seconds", str(COMPILE_TIMEOUT_SECONDS)] if what == "compile" else []
+    options += ["--compile-timeout-seconds", str(COMPILE_TIMEOUT_SECONDS)] if what in _EARLY else []
     kind = NAMES[what]
-    fault = Fault(kind, f"step {struck}" if what != "compile" else "compile", CHECKPOINT_EVERY)
+    fault = Fault(kind, f"step {struck}" if what not in _EARLY else what, CHECKPOINT_EVERY)
     problems: list[str] = []
     with Launched(recipe, restarts=1, options=options) as run:
         try:
-            if what == "compile":
+            if what in _EARLY:
                 run.until("both workers", lambda: len(run.workers()) == 2, START_SECONDS)
                 limit = START_SECONDS  # its deadline begins when it begins to compile, which no outsider sees
             else:
@@ -82,9 +85,9 @@ def stuck(recipe: Recipe, reference: Recipe, what: str, rank: int, rng: random.R
             problems += lost(recipe, sight.complete)
             fault = dataclasses.replace(
                 fault,
-                moment="compile" if what == "compile" else f"step {struck}",
-                last_step=None if what == "compile" else fault.last_step,
-                limit_seconds=None if what == "compile" else limit,
+                moment=what if what in _EARLY else f"step {struck}",
+                last_step=None if what in _EARLY else fault.last_step,
+                limit_seconds=None if what in _EARLY else limit,
                 note=f"{_first_words(text)}; deadline {timeout} s",
             )
         except Overdue as error:
@@ -106,7 +109,7 @@ def unclear(text: str, what: str, rank: int) -> list[str]:
     of = {r: [s for s in said if s.startswith(f"worker {r}: ")] for r in (rank, 1 - rank)}
     if not any(place in line for line in of[rank]):
         found.append(f"it was not said to be {place!r}: {of[rank]}")
-    if what != "compile" and not any("last collective completed: that of step" in line for line in of[rank]):
+    if what not in _EARLY and not any("last collective completed: that of step" in line for line in of[rank]):
         found.append("its last collective is not told")
     if not of[1 - rank]:
         found.append("who waits for it is not told")

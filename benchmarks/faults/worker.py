@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FAULTS = ("python", "loader", "collective", "compile", "save", "slow", "memory")
+FAULTS = ("python", "loader", "collective", "trace", "compile", "save", "slow", "memory")
 SLOW_SECONDS = 0.2
 
 
@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     splitjax.initialize()  # on a cluster; under the launcher importing has done it
     is_struck = jax.process_index() == options.rank and os.environ.get("SPLITJAX_ATTEMPT", "0") == "0"
     fault = options.fault if is_struck else None
+    if fault == "compile":
+        jax.monitoring.register_event_duration_secs_listener(stuck_in_compile)
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
     tx = optax.adam(1e-3)
 
@@ -55,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
 
     @splitjax.parallelize(rules="data_parallel")
     def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> Any:
-        if fault == "compile":
-            stuck_in_compile()
+        if fault == "trace":
+            stuck_in_trace()
         key, noise = jax.random.split(state["key"])
 
         def loss_fn(params: Any) -> jax.Array:
@@ -199,7 +201,15 @@ def stuck_in_loader() -> None:
         time.sleep(60)
 
 
-def stuck_in_compile() -> None:
+def stuck_in_trace() -> None:
+    while True:
+        time.sleep(60)
+
+
+def stuck_in_compile(event: str, _: float, fun_name: str = "", **__: Any) -> None:
+    """Hears of the step's program being lowered, which is where XLA begins to compile it."""
+    if "jaxpr_to_mlir_module" not in event or "train_step" not in fun_name:
+        return
     while True:
         time.sleep(60)
 
