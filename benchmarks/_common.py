@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -40,6 +42,23 @@ def write_page(name: str, lines: Iterable[str], folder: pathlib.Path | None = No
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(line.rstrip() for line in lines).rstrip() + "\n", encoding="utf-8")
     return path
+
+
+def write_stored(
+    name: str,
+    found: Mapping[str, Any],
+    lines_of: Callable[[Mapping[str, Any]], Iterable[str]],
+    folder: pathlib.Path | None = None,
+) -> pathlib.Path:
+    """Writes what was measured as `NAME.json`, and the page that `lines_of` makes of it; returns the page's path.
+
+    **Arguments:** `found`: JSON values, the page's header among them. `lines_of`: makes the lines of the page of what
+    is read back, so that the page can say nothing that is not stored. `folder`: instead of `results`."""
+    file = (folder or RESULTS) / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+    return write_page(name, lines_of(json.loads(text)), folder)
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser, data_help: str, parts: Sequence
     if data_help:
         parser.add_argument("--data-dir", type=pathlib.Path, required=True, help=data_help)
     parser.add_argument("--only", nargs="*", choices=tuple(parts), default=[], metavar="PART", help=", ".join(parts))
-    parser.add_argument("--quick", action="store_true", help="a small part of each, printed only")
+    parser.add_argument("--quick", action="store_true", help="a small part of each, printed only (or to --output)")
     parser.add_argument(
         "--output", type=pathlib.Path, default=RESULTS, help="folder of the page instead of benchmarks/results"
     )
@@ -81,7 +81,9 @@ def run_parts(
     options: argparse.Namespace,
     complete: Callable[[dict[str, Part]], None] | None = None,
 ) -> int:
-    """Measures parts, and writes page and JSON after each; returns 1 where a goal is missed or a part failed. `jobs`:
+    """Measures parts, and writes page and JSON after each; returns 1 where a goal is missed or a part failed. With
+    `--quick` goals are printed and not held, as its sizes are too small for them, and the page is written to a folder
+    that `--output` names alone. `jobs`:
     by key what measures it (None: it failed; its earlier figures stay). `complete`: makes of all parts, in place, what
     depends on several."""
     options.output.mkdir(parents=True, exist_ok=True)  # before anything is measured that would be lost
@@ -95,7 +97,7 @@ def run_parts(
         done.append(key)
         if complete is not None:
             complete(kept)
-        if not options.quick:
+        if not options.quick or options.output != RESULTS:
             page.write(kept, options.output)
     found = [goal for key in done for goal in goals_of(kept[key])]
     print("\n" + "\n".join(map(str, found)))
@@ -103,7 +105,7 @@ def run_parts(
         f"{sum(goal.ok for goal in found)} of {len(found)} goals met"
         + (f"; failed: {', '.join(failed)}" if failed else "")
     )
-    return 0 if all(goal.ok for goal in found) and not failed else 1
+    return 1 if failed or not (options.quick or all(goal.ok for goal in found)) else 0
 
 
 def run_part(key: str, measure: Callable[[], Any], command: str, packages: Sequence[str] | None = None) -> Part | None:

@@ -23,7 +23,7 @@ import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ import optax
 from flax import nnx
 
 import splitjax
-from benchmarks._common import table, virtual_devices, write_page
+from benchmarks._common import table, virtual_devices, write_stored
 from splitjax.models import build, make_nnx_step, make_step
 
 RULES = ("splitbrain", "data_parallel", "fsdp", "megatron")
@@ -135,7 +135,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(cells) - len(missed)} of {len(cells)} cells equal one device")
     whole = not (options.quick or options.only or options.rules or options.checks or options.libraries)
     if whole or options.output:
-        print("wrote", write_page("numbers", _page(cells), options.output))
+        from benchmarks import machine
+
+        header = machine.header(machine.this_machine(), "python -m benchmarks numbers").rstrip()
+        stored = {"header": header, "cells": [{**vars(cell), "check": cell.check.name} for cell in cells]}
+        print("wrote", write_stored("numbers", stored, page_lines, options.output))
     return 1 if missed else 0
 
 
@@ -303,9 +307,10 @@ def _line(cell: Cell) -> str:
             f"{cell.num_sharded:3} sharded  {what}")  # fmt: skip
 
 
-def _page(cells: list[Cell]) -> list[str]:
-    from benchmarks import machine
-
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `numbers.json` holds."""
+    checks = {check.name: check for check in CHECKS}
+    cells = [Cell(**{**fields, "check": checks[fields["check"]]}) for fields in stored["cells"]]
     passed = sum(cell.ok for cell in cells)
     skipped = list(dict.fromkeys(f"{cell.model} {cell.library} (seed {cell.draw})" for cell in cells if cell.draw))
     lines = [
@@ -313,7 +318,7 @@ def _page(cells: list[Cell]) -> list[str]:
         "",
         f"**{passed} of {len(cells)} cells equal one device.**",
         "",
-        machine.header(machine.this_machine(), "python -m benchmarks numbers").rstrip(),
+        stored["header"],
         "",
         (
             f"Each cell trains a narrow model twice from the same numbers, batches of {BATCH}, dropout on: by `jax.jit`"

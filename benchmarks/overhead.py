@@ -3,7 +3,7 @@ planning.
 
     python -m benchmarks overhead                   everything (about ten minutes on two busy cores), and its page
     python -m benchmarks overhead --parts programs dispatch planning
-    python -m benchmarks overhead --quick           programs alone, without timing them
+    python -m benchmarks overhead --quick           a small part of each, printed only
 
 Programs are compared as XLA's optimised text, without names of modules and source lines. Step times are medians of
 ratios: both versions take turns, step by step, so that other work on the machine meets both.
@@ -19,7 +19,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ import optax
 
 import splitjax
 from benchmarks import _by_hand, planning_time
-from benchmarks._common import table, virtual_devices, write_page
+from benchmarks._common import table, virtual_devices, write_stored
 from splitjax.models import build, make_step
 
 PARTS = ("programs", "dispatch", "planning")
@@ -41,7 +41,9 @@ class Compared:
     """One hand-written step against splitjax's. `ratio`: splitjax's step time over the other's; None where not timed.
     `spread`: the quartiles of the ratios."""
 
-    case: _by_hand.ByHand
+    name: str  # of the model
+    rules: str
+    style: str  # what is constrained by hand
     lowered_alike: bool
     compiled_alike: bool
     differing_lines: int
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="compare programs without timing them")
+    parser.add_argument("--quick", action="store_true", help="three programs, few steps and calls; no limit is held")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=[])
     parser.add_argument(
         "--steps", type=int, default=300, help="timed steps of each version; a quarter where the programs are identical"
@@ -88,17 +90,23 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results"
     )
     options = parser.parse_args(argv)
-    parts = ["programs"] if options.quick else options.parts or PARTS
-    compared = (
-        [_compare(case, 0 if options.quick else options.steps) for case in _by_hand.CASES]
-        if "programs" in parts
-        else []
-    )
-    dispatch = [_dispatch(mesh, options.calls) for mesh in ({"data": 1}, _by_hand.MESH)] if "dispatch" in parts else []
-    planned = planning_time.measure_all() if "planning" in parts else []
-    if len(parts) == len(PARTS) or options.output:
-        print("wrote", write_page("overhead", _page(compared, dispatch, planned, options), options.output))
-    return 0 if all(one.ok for one in (*compared, *dispatch, *planned)) else 1
+    parts = options.parts or PARTS
+    num_steps, num_calls = (8, 20) if options.quick else (options.steps, options.calls)
+    cases = (_by_hand.CASES[0], _by_hand.CASES[1], _by_hand.CASES[-1]) if options.quick else _by_hand.CASES
+    compared = [_compare(case, num_steps) for case in cases] if "programs" in parts else []
+    dispatch = [_dispatch(mesh, num_calls) for mesh in ({"data": 1}, _by_hand.MESH)] if "dispatch" in parts else []
+    planned = planning_time.measure_all(*((1, 5) if options.quick else ())) if "planning" in parts else []
+    if options.output or (len(parts) == len(PARTS) and not options.quick):
+        from benchmarks import machine
+
+        found = {"compared": compared, "dispatch": dispatch, "planned": planned}
+        stored = {
+            "header": machine.header(machine.this_machine(), "python -m benchmarks overhead").rstrip(),
+            "num_steps": num_steps,
+            **{part: [dataclasses.asdict(one) for one in measured] for part, measured in found.items()},
+        }
+        print("wrote", write_stored("overhead", stored, page_lines, options.output))
+    return 0 if options.quick or all(one.ok for one in (*compared, *dispatch, *planned)) else 1
 
 
 def _compare(case: _by_hand.ByHand, num_steps: int) -> Compared:
@@ -121,7 +129,9 @@ def _compare(case: _by_hand.ByHand, num_steps: int) -> Compared:
     texts = [_plain(one.compile().as_text()) for one in lowered]
     lines = [collections.Counter(text.splitlines()) for text in texts]
     found = Compared(
-        case,
+        case.name,
+        case.rules,
+        case.style,
         lowered[0].as_text() == lowered[1].as_text(),
         texts[0] == texts[1],
         (lines[0] - lines[1]).total(),
@@ -228,8 +238,7 @@ def _compared_line(one: Compared) -> str:
     collectives = "" if one.collectives_alike else "; other collectives"
     lowered = " (identical before XLA, too)" if one.lowered_alike else ""
     return (
-        f"{'pass' if one.ok else 'MISS'} {one.case.name} {one.case.rules} ({one.case.style}):"
-        f" {program}{lowered}{collectives}{timed}"
+        f"{'pass' if one.ok else 'MISS'} {one.name} {one.rules} ({one.style}): {program}{lowered}{collectives}{timed}"
     )
 
 
@@ -244,19 +253,18 @@ def _dispatch_line(one: Dispatch) -> str:
     )
 
 
-def _page(
-    compared: list[Compared], dispatch: list[Dispatch], planned: list[Any], options: argparse.Namespace
-) -> list[str]:
-    from benchmarks import machine
-
-    lines = ["# Overhead: against the same sharding by hand", "",
-             machine.header(machine.this_machine(), "python -m benchmarks overhead").rstrip(), ""]  # fmt: skip
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `overhead.json` holds."""
+    compared = [Compared(**{**fields, "spread": tuple(fields["spread"])}) for fields in stored["compared"]]
+    dispatch = [Dispatch(**fields) for fields in stored["dispatch"]]
+    planned = [planning_time.Planned(**fields) for fields in stored["planned"]]
+    lines = ["# Overhead: against the same sharding by hand", "", stored["header"], ""]
     if compared:
         rows = [
             [
-                one.case.name,
-                one.case.rules,
-                one.case.style,
+                one.name,
+                one.rules,
+                one.style,
                 _program(one),
                 "the same" if one.collectives_alike else "**others**",
                 "" if one.ratio is None else f"{one.ratio:.3f} ({one.spread[0]:.2f} to {one.spread[1]:.2f})",
@@ -272,7 +280,7 @@ def _page(
                 "The same model and step, once under `splitjax.parallelize`, once under `jax.jit` with"
                 " `NamedSharding`s for state and batch and `with_sharding_constraint` where the table says"
                 " (`benchmarks/_by_hand.py`); mesh data=2 x model=4. Programs are XLA's optimised text without module"
-                f" names and source lines. The ratio is splitjax's median step time over the other's, {options.steps}"
+                f" names and source lines. The ratio is splitjax's median step time over the other's, {stored['num_steps']}"
                 " steps each (a quarter where the programs are identical), taking turns (in brackets the quartiles of"
                 " the pairs' ratios: the noise of this machine, which identical programs show, too). Passes: identical"
                 f" programs, or a ratio of at most {MOST_RATIO}. Under `splitbrain` the programs differ on purpose:"
@@ -296,7 +304,7 @@ def _page(
             "",
             (
                 "Microseconds until a call returns, for a step that hardly computes over a state with the structure of"
-                f" VGG-16's (parameters and momentum); medians of {options.calls} calls of each kind, taking turns."
+                f" VGG-16's (parameters and momentum); medians of {dispatch[0].num_calls} calls of each kind, taking turns."
                 " *Added* is the median difference between neighbours, *alone* the call with a function in place of"
                 f" the jitted one that returns at once. Passes: both at most {1e6 * MOST_DISPATCH_SECONDS:.0f}."
             ),

@@ -28,7 +28,7 @@ import optax
 
 import splitjax
 from benchmarks._changes import differing_fields, dims_by_class, draw_change, full_prediction
-from benchmarks._common import table, virtual_devices, write_page
+from benchmarks._common import table, virtual_devices, write_stored
 from benchmarks.machine import header, this_machine
 from splitjax.compile.building import begin
 from splitjax.compile.entry import Recipe
@@ -293,13 +293,22 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=3, help="plans of each model")
     parser.add_argument("--changes", type=int, default=1000, help="changes of a layout that are predicted")
+    parser.add_argument("--quick", action="store_true", help="one plan, five changes; no limit is held, printed only")
     parser.add_argument("--output", type=pathlib.Path, help="folder of the page, instead of benchmarks/results")
     options = parser.parse_args(argv)
-    planned = measure_all(options.repeats, options.changes)
-    command = f"python -m benchmarks planning_time --repeats {options.repeats} --changes {options.changes}"
-    lines = ["# Planning time", "", header(this_machine(), command), "", *section(planned)]
-    print("wrote", write_page("planning_time", lines, options.output))
-    return 0 if all(p.ok for p in planned) else 1
+    repeats, changes = (1, 5) if options.quick else (options.repeats, options.changes)
+    planned = measure_all(repeats, changes)
+    command = f"python -m benchmarks planning_time --repeats {repeats} --changes {changes}"
+    stored = {"header": header(this_machine(), command), "planned": [dataclasses.asdict(p) for p in planned]}
+    if options.output or not options.quick:
+        print("wrote", write_stored("planning_time", stored, page_lines, options.output))
+    return 0 if options.quick or all(p.ok for p in planned) else 1
+
+
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `planning_time.json` holds."""
+    planned = [Planned(**fields) for fields in stored["planned"]]
+    return ["# Planning time", "", stored["header"], "", *section(planned)]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import importlib.util
 import math
 import pathlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ import numpy as np
 import optax
 
 import splitjax
-from benchmarks._common import table, virtual_devices, write_page
+from benchmarks._common import table, virtual_devices, write_stored
 from splitjax.models import ModelSpec, build, make_step
 from splitjax.plan import LeafPlan, Plan
 
@@ -91,7 +92,13 @@ def main(argv: list[str] | None = None) -> int:
             print(_line(found[-1]), flush=True)
     whole = targets == TARGETS and not options.heads and not options.groups
     if whole or options.output:
-        print("wrote", write_page("state", _page(found), options.output))
+        from benchmarks import machine
+
+        header = machine.header(
+            machine.this_machine((*machine.PACKAGES, "libtpu")), "python -m benchmarks state"
+        ).rstrip()
+        stored = {"header": header, "states": [dataclasses.asdict(one) for one in found]}
+        print("wrote", write_stored("state", stored, page_lines, options.output))
     return 0 if all(one.ok for one in found) else 1
 
 
@@ -218,10 +225,16 @@ def _mib(count: float) -> str:
     return f"{count / 2**20:.3f}"
 
 
-def _page(found: list[Measured]) -> list[str]:
-    from benchmarks import machine
+def _stored(fields: dict[str, Any]) -> Measured:
+    """Makes of what was stored of a state what was measured."""
+    compiled = {target: Compiled(**one) for target, one in fields["compiled"].items()}
+    exceptions = tuple((path, beyond) for path, beyond in fields["exceptions"])
+    return Measured(**{**fields, "compiled": compiled, "exceptions": exceptions})
 
-    packages = (*machine.PACKAGES, "libtpu")
+
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `state.json` holds."""
+    found = list(map(_stored, stored["states"]))
     targets = list(dict.fromkeys(target for one in found for target in one.compiled))
     titles = ["head", "K", "P_conv", "P_dense", "formula, MiB", "plan"]
     for target in targets:
@@ -245,7 +258,7 @@ def _page(found: list[Measured]) -> list[str]:
         "",
         f"**{passed} of {len(found)} within {100 * TOLERANCE:g} % of P_conv + P_dense / K.**",
         "",
-        machine.header(machine.this_machine(packages), "python -m benchmarks state").rstrip(),
+        stored["header"],
         "",
         (
             'VGG-16 under `rules="splitbrain"`, SGD with momentum, float32, on eight devices (data = 8 / K, model ='

@@ -21,10 +21,10 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks._common import table, virtual_devices, write_page
+from benchmarks._common import table, virtual_devices, write_stored
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vgg16": ("vgg16", {}),
@@ -76,20 +76,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES))
     parser.add_argument("--found", action="store_true", help="look at the depthwise convolution alone")
+    parser.add_argument("--quick", action="store_true", help="two steps, no limit, printed only (or to --output)")
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results"
+    )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(dataclasses.asdict(_verified(*args.one))))
         return 0
     chosen = [] if args.found else [(model, rules) for model in args.models for rules in args.rules]
-    whole = not args.found and args.models == list(MODELS) and args.rules == list(RULES)
+    if args.quick:
+        chosen = chosen[:1]
+    whole = not args.quick and not args.found and args.models == list(MODELS) and args.rules == list(RULES)
     found = []
-    for model, rules in [*chosen, *([(FOUND, "megatron")] if args.found or whole else [])]:
+    for model, rules in [*chosen, *([(FOUND, "megatron")] if args.found or args.quick or whole else [])]:
         found.append(_apart(model, rules))
         print(_line(found[-1]), flush=True)
-    if whole:
-        print(f"page: {write_page('verify', _page(found))}")
-    return int(any(one.seconds > LIMIT_SECONDS or not one.ok for one in found if one.model != FOUND))
+    if whole or args.output:
+        from benchmarks import machine
+
+        header = machine.header(machine.this_machine(), "python -m benchmarks verify").rstrip()
+        stored = {"header": header, "verified": [dataclasses.asdict(one) for one in found]}
+        print("wrote", write_stored("verify", stored, page_lines, args.output))
+    limit = float("inf") if args.quick else LIMIT_SECONDS
+    return int(any(one.seconds > limit or not one.ok for one in found if one.model != FOUND))
 
 
 def _apart(model: str, rules: str) -> Verified:
@@ -197,13 +208,13 @@ def _row(one: Verified) -> tuple[str, ...]:
     return (one.model, one.rules, f"{one.num_params:,}", *seconds, *rest, "same" if one.ok else "differs")
 
 
-def _page(found: Sequence[Verified]) -> list[str]:
-    from benchmarks import machine
-
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `verify.json` holds."""
+    found = [Verified(**fields) for fields in stored["verified"]]
     lines = [
         "# Verification",
         "",
-        machine.header(machine.this_machine(), "python -m benchmarks verify").rstrip(),
+        stored["header"],
         "",
         (
             "`step.verify(state, batch)` of shipped models with Adam, 64 examples, on eight virtual CPU devices as"

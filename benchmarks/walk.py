@@ -19,10 +19,11 @@ import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import machine
-from benchmarks._common import RESULTS, table, virtual_devices, write_page
+from benchmarks._common import RESULTS, table, virtual_devices, write_stored
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -129,34 +130,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="where the page goes")
     options = parser.parse_args(argv)
     virtual_devices()
-    after = _followed(HERE)
-    before = None if options.before is None else _followed(options.before)
+    stored: dict[str, Any] = {"after": _followed(HERE), "before": None, "before_commit": ""}
+    if options.before is not None:
+        commit = subprocess.run(
+            ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        stored |= {"before": _followed(options.before), "before_commit": commit.stdout.strip()}
+    stored["header"] = machine.header(machine.this_machine(), _command(options)).rstrip()
+    print("\n".join(page_lines(stored)))
+    print("wrote", write_stored("walk", stored, page_lines, options.output))
+    return 0
+
+
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `walk.json` holds."""
+    before = stored["before"]
     titles = ["step and stage", "files", "switches"]
     if before is not None:
         titles = ["step and stage", "files before", "files", "switches before", "switches", "switches after / before"]
     rows = []
-    for name, now in after.items():
+    for name, now in stored["after"].items():
         row = [name, str(now["files"]), f"{now['switches']:,}"]
         if before is not None:
             then = before[name]
             ratio = f"{now['switches'] / then['switches']:.2f}"
             row = [name, str(then["files"]), row[1], f"{then['switches']:,}", row[2], ratio]
         rows.append(row)
-    lines = [
-        "# The walk: files that a step passes through",
-        "",
-        machine.header(machine.this_machine(), _command(options)).rstrip(),
-        "",
-    ]
+    lines = ["# The walk: files that a step passes through", "", stored["header"], ""]
     if before is not None:
-        commit = subprocess.run(
-            ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        lines += [f"Before: commit {commit.stdout.strip()}.", ""]
-    lines += [*(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), "", *table(titles, rows)]
-    print("\n".join(lines))
-    print("wrote", write_page("walk", lines, options.output))
-    return 0
+        lines += [f"Before: commit {stored['before_commit']}.", ""]
+    return [*lines, *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), "", *table(titles, rows)]
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -56,10 +56,11 @@ DATA_DAMAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the runs of a suite lie, and the undisturbed one."""
+    """Where the runs of a suite lie, the undisturbed one, and how many kills there are."""
 
     folder: pathlib.Path
     reference: Recipe
+    num_kills: int = NUM_KILLS
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     made: dict[str, Recipe] = dataclasses.field(default_factory=dict)
 
@@ -102,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="of those parts: only what was not met yet")
     parser.add_argument("--hours", type=float, default=2.0, help="of false_alarms, which runs only if it is named")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the bytes")
+    parser.add_argument("--quick", action="store_true", help="one fault of each part, printed only (or to --output)")
     parser.add_argument(
         "--output",
         type=pathlib.Path,
@@ -115,19 +117,23 @@ def main(argv: list[str] | None = None) -> int:
         elif name == "tracking":
             print(overhead.measure(options.output), flush=True)
     names = [name for name in options.only if name in page.TITLES] if options.only else list(page.TITLES)
-    records = options.output / page.RECORDS
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="splitjax-faults-") as folder:
         place = Place(
-            pathlib.Path(folder), Recipe(pathlib.Path(folder) / "undisturbed", pathlib.Path(folder) / "compiled")
+            pathlib.Path(folder),
+            Recipe(pathlib.Path(folder) / "undisturbed", pathlib.Path(folder) / "compiled"),
+            1 if options.quick else NUM_KILLS,
         )
+        output = pathlib.Path(folder) / "page" if options.quick and options.output == RESULTS else options.output
+        records = output / page.RECORDS
         for name in names:
-            for key, fault, seconds in _meet(name, place, options, page.read(records)):
+            met = _meet(name, place, options, page.read(records))
+            for key, fault, seconds in itertools.islice(met, 1 if options.quick else None):
                 print(f"{time.monotonic() - begin:5.0f} s  {page.line(fault)}", flush=True)
                 # After each: an interruption loses one fault.
                 page.store(records, name, key, fault, options.seed, seconds)
-    parts = page.read(records)
-    print("wrote", write_page("faults", page.lines(parts, options.output), options.output))
+        parts = page.read(records)
+        print("wrote", write_page("faults", page.lines(parts, output), output))
     return 0 if all(fault.survived for part in parts.values() for fault in part.faults) else 1
 
 
@@ -152,7 +158,7 @@ def _meet(
 
 
 def _kills(place: Place, rng: random.Random) -> Iterator[Fault]:
-    left = NUM_KILLS
+    left = place.num_kills
     for number in itertools.count():
         aims = [kills.AIMS[index % len(kills.AIMS)] for index in range(min(left, len(kills.AIMS)))]
         kept = {"keep_last": FEW_KEPT} if number % 2 else {}

@@ -45,11 +45,13 @@ class Gain:
     completion: float
 
 
-def measure(trace: str, load: float | None, seed: int, cost_ms: float, policy: str, data_dir: pathlib.Path) -> Gain:
+def measure(
+    trace: str, load: float | None, seed: int, cost_ms: float, policy: str, data_dir: pathlib.Path, quick: bool = False
+) -> Gain:
     """Simulates one cell; `load` None: the trace's own arrivals."""
     jobs: Sequence[Job] = common.sizes(trace, data_dir)
     if load is not None:
-        jobs = common.draw(jobs, trace, load, seed)
+        jobs = common.draw(jobs, trace, load, seed, quick)
     profiles = {
         job.profile: dataclasses.replace(job.profile, switch_seconds=cost_ms / 1000) for job in jobs
     }  # one each, as rates are remembered by profile
@@ -84,7 +86,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     cells: dict[tuple[str, float | None, float, str], list[Gain]] = {}
     with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for (trace, load, _, cost, policy), gain in zip(
-            asked, pool.map(measure, *zip(*asked), [data_dir] * len(asked))
+            asked, pool.map(measure, *zip(*asked), [data_dir] * len(asked), [quick] * len(asked))
         ):
             cells.setdefault((trace, load, cost, policy), []).append(gain)
             print(trace, load, cost, policy, gain, flush=True)

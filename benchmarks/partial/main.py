@@ -18,7 +18,7 @@ import dataclasses
 import importlib
 import sys
 
-from benchmarks._common import virtual_devices
+from benchmarks._common import RESULTS, virtual_devices
 from benchmarks._kept import Page, Part, add_child_options, add_options, run_child, run_parts, show, write_child
 
 # module, virtual devices
@@ -71,7 +71,7 @@ def _complete(kept: dict[str, Part], options: argparse.Namespace) -> None:
         kept[part] = {**kept[part], **dataclasses.asdict(section)}
         if options.quick:
             show(section.title, section.lines)
-        else:
+        if not options.quick or options.output != RESULTS:
             for file, text in pictures.items():
                 (options.output / file).write_text(text, encoding="utf-8")
 

@@ -74,6 +74,15 @@ def folded_speed(profile: JobProfile, num_workers: int, num_devices: int, partia
     return profile.iteration_seconds / (max(free) + profile.exposed_seconds)
 
 
+def alone_throughput(job: Job, num_devices: int, partial: bool) -> float:
+    """Gives the throughput of `job` alone on `num_devices` devices, in full-speed workers: on fewer than it has workers,
+    less than its demand says, as its tasks cannot be cut to fill the devices. `partial` is as in `folded_sizes`."""
+    width = job.num_workers
+    if not 0 < num_devices < width:
+        return float(width * (num_devices > 0))
+    return width * folded_speed(job.profile, width, num_devices, partial)
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def _corners(profile: JobProfile, num_workers: int, partial: bool) -> tuple[tuple[int, float], ...]:
     """Gives (devices, speed) from half as many devices as workers to as many, without those at which a mixture of two

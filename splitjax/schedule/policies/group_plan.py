@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from splitjax.schedule.model.jobs import DEVICE, resident_bytes
 from splitjax.schedule.model.policy import Assignment, Group, Member, View
-from splitjax.schedule.policies.folding import folded_devices, folded_sizes, switch_shares
+from splitjax.schedule.policies.folding import alone_throughput, folded_devices, folded_sizes, switch_shares
 from splitjax.schedule.policies.gang import admit, place
 from splitjax.schedule.policies.group_shares import group_throughput, shared_devices
 from splitjax.schedule.policies.orders import Order
@@ -245,7 +245,18 @@ class GroupPlan:
         """Gives the share of the admitted jobs' throughput, perfectly packed, that the groups as they are do not
         have."""
         best = self._best()
-        return 1 - group_throughput(self.width, self.load, self.size) / best if best else 0.0
+        return 1 - self._throughput() / best if best else 0.0
+
+    def _throughput(self) -> float:
+        """Gives the throughput, in full-speed workers, of the groups as they are."""
+        folded = {index: self._of(index)[0] for index in np.flatnonzero(self.folded & (self.count == 1)).tolist()}
+        packed = np.ones(len(self.size), bool)
+        packed[list(folded)] = False
+        alone = sum(self._alone_throughput(position, int(self.size[index])) for index, position in folded.items())
+        return group_throughput(self.width[packed], self.load[packed], self.size[packed]) + alone
+
+    def _alone_throughput(self, position: int, num_devices: int) -> float:
+        return alone_throughput(self.view.jobs[int(self.view.active[position])], num_devices, self.partial)
 
     def _best(self) -> float:
         """Gives the throughput of the admitted jobs, in full-speed workers, perfectly packed at one density."""
@@ -297,13 +308,13 @@ class GroupPlan:
         )
         every = [*single, *folded, *groups]
         width, load = (
-            np.array([values[members].sum() for members in every], np.float64)
+            np.array([values[members].sum() for members in groups], np.float64)
             for values in (self.num_workers, self.demand)
         )
-        if (
-            group_throughput(width, load, np.array(sizes)) - group_throughput(self.width, self.load, self.size)
-            <= least_gain * self._best()
-        ):
+        num_alone = len(single) + len(folded)
+        gained = group_throughput(width, load, np.array(sizes[num_alone:])) - self._throughput()
+        gained += sum(self._alone_throughput(members[0], size) for members, size in zip(every, sizes[:num_alone]))
+        if gained <= least_gain * self._best():
             return
         running = [index for index in range(len(self.ids)) if self.count[index] and index not in self.changed]
         before = {tuple(self._of(index)): index for index in running}
