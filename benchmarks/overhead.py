@@ -280,9 +280,10 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
                 "The same model and step, once under `splitjax.parallelize`, once under `jax.jit` with"
                 " `NamedSharding`s for state and batch and `with_sharding_constraint` where the table says"
                 " (`benchmarks/_by_hand.py`); mesh data=2 x model=4. Programs are XLA's optimised text without module"
-                f" names and source lines. The ratio is splitjax's median step time over the other's, {stored['num_steps']}"
-                " steps each (a quarter where the programs are identical), taking turns (in brackets the quartiles of"
-                " the pairs' ratios: the noise of this machine, which identical programs show, too). Passes: identical"
+                " names and source lines. The ratio is splitjax's median step time over the other's,"
+                f" {stored['num_steps']} steps each (a quarter where the programs are identical), taking turns (in"
+                " brackets the quartiles of the pairs' ratios: the noise of this machine, which identical programs"
+                " show, too). Passes: identical"
                 f" programs, or a ratio of at most {MOST_RATIO}. Under `splitbrain` the programs differ on purpose:"
                 " what XLA makes of constraints sums whole input gradients over the group and slices them, splitjax's"
                 " crossings are reduce-scatters of half the bytes."
@@ -304,9 +305,9 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
             "",
             (
                 "Microseconds until a call returns, for a step that hardly computes over a state with the structure of"
-                f" VGG-16's (parameters and momentum); medians of {dispatch[0].num_calls} calls of each kind, taking turns."
-                " *Added* is the median difference between neighbours, *alone* the call with a function in place of"
-                f" the jitted one that returns at once. Passes: both at most {1e6 * MOST_DISPATCH_SECONDS:.0f}."
+                f" VGG-16's (parameters and momentum); medians of {dispatch[0].num_calls} calls of each kind, taking"
+                " turns. *Added* is the median difference between neighbours, *alone* the call with a function in place"
+                f" of the jitted one that returns at once. Passes: both at most {1e6 * MOST_DISPATCH_SECONDS:.0f}."
             ),
             "",
             *table(["devices", "leaves", "call", "jit alone", "added", "alone", "passes"], rows),

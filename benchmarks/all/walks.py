@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping, Sequence
 
 # Where a command's options name these, the walk's own folders stand in their places: results of the walk, what it keeps
@@ -68,7 +67,25 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
             ),
         ),
     ),
-    "curves": (Walk("curves", (("--quick", "--data-dir", "{data}", "--steps", "2", "--output", "{output}"),)),),
+    "curves": (
+        Walk(
+            "curves",
+            (
+                (
+                    "--quick",
+                    "--dtypes",
+                    "float64",
+                    "float32",
+                    "--data-dir",
+                    "{data}",
+                    "--steps",
+                    "2",
+                    "--output",
+                    "{output}",
+                ),
+            ),
+        ),
+    ),
     "faults": (Walk("faults", (("--quick", "--output", "{output}"),)),),
     "house": (Walk("house", (("--imports", "1", "--output", "{output}"), ("--list", "unnamed_arguments"))),),
     "kernels": (Walk("kernels", (("--rows", "1000", "--width", "8", "--repeats", "1"),)),),

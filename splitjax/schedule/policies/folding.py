@@ -75,8 +75,8 @@ def folded_speed(profile: JobProfile, num_workers: int, num_devices: int, partia
 
 
 def alone_throughput(job: Job, num_devices: int, partial: bool) -> float:
-    """Gives the throughput of `job` alone on `num_devices` devices, in full-speed workers: on fewer than it has workers,
-    less than its demand says, as its tasks cannot be cut to fill the devices. `partial` is as in `folded_sizes`."""
+    """Gives the throughput of `job` alone on `num_devices` devices, in full-speed workers: on fewer devices than
+    workers, less than its demand says, as its tasks cannot be cut to fill them. `partial` is as in `folded_sizes`."""
     width = job.num_workers
     if not 0 < num_devices < width:
         return float(width * (num_devices > 0))
