@@ -85,8 +85,6 @@ def main(argv: list[str] | None = None) -> int:
         }
         outcomes = _run_all(walks, places, folder, options.jobs)
     failed = [outcome for outcome in outcomes if outcome.failed]
-    for outcome in failed:
-        print(f"\n==== {outcome.walk.name} failed: {outcome.failed}\n{outcome.text}")
     touched = _digest(RESULTS) != before
     if touched:
         print(f"\n==== a walk wrote over the pages of {RESULTS}")
@@ -119,6 +117,8 @@ def _run_all(walks: Sequence[Walk], places: Mapping[str, str], folder: pathlib.P
     def run(number: int, walk: Walk) -> Outcome:
         outcome = _run(walk, places, folder / f"walk{number}")
         print(f"{'FAILED' if outcome.failed else 'ran':<6} {outcome.seconds:5.0f} s  {walk.name}", flush=True)
+        if outcome.failed:
+            print(f"{outcome.failed}\n{outcome.text}\n", flush=True)
         return outcome
 
     with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:

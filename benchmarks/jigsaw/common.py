@@ -71,7 +71,7 @@ def sizes(trace: str, data_dir: pathlib.Path, *, exposed: float = 0.0, memory_by
 
 def draw(jobs: Sequence[Job], trace: str, load: float, seed: int, quick: bool = False) -> tuple[Job, ...]:
     """Poisson arrivals at `load` on `CLUSTER`."""
-    return generate(jobs, CLUSTER, load=load, seed=seed, num_jobs=120 if quick else DRAWN.get(trace))
+    return generate(jobs, CLUSTER, load=load, seed=seed, num_jobs=300 if quick else DRAWN.get(trace))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             memory,
         ),
     ]
-    return Section("Honesty: beside simpler ways", lines, [])
+    return Section("Honesty: beside simpler ways (simulated)", lines, [])
 
 
 def _figures(one: common.Outcome, base: Any) -> list[str]:

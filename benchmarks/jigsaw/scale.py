@@ -60,4 +60,4 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         "",
         *table(["trace", "policy", "jobs", "decisions", "processor s", "passed s", "mean completion s", "rate"], rows),
     ]
-    return Section("Scale", lines, goals)
+    return Section("Scale (simulated)", lines, goals)

@@ -136,3 +136,26 @@ def test_what_was_folded_is_unfolded_when_there_is_room():
     alone = 2000 * COSTLY.iteration_seconds
     (last,) = [record for record in result.records if record.name == "long"]
     assert last.finish_seconds < 1.2 * alone, "it is not left on half its devices"
+
+
+def test_a_folded_job_takes_the_devices_that_come_free():
+    """Six devices suffice for the demand of eight workers, 5.7 devices, but not for their tasks: on eight they are
+    8 % faster."""
+    cluster = Cluster(3, 4)
+    jobs = [
+        dataclasses.replace(job, num_iterations=count)
+        for job, count in zip(jobs_of(COSTLY, 2, 8), (1000, 20000), strict=True)
+    ]
+    assert folded_speed(COSTLY, 8, 6, True) == pytest.approx(12 / 13)
+    sizes = []
+    policy = get("jigsaw")
+
+    def decide(view):
+        decision = policy.decide(view)
+        sizes.extend((view.now_seconds, len(group.devices)) for group in decision.start)
+        return decision
+
+    result = simulate(jobs, cluster, dataclasses.replace(policy, decide=decide), FREE)
+    first, last = (record.finish_seconds for record in result.records)
+    assert [size for now, size in sizes if now >= first] == [8], sizes
+    assert last == pytest.approx(first + (20000 - first / 1.3) * 1.2, rel=0.03)
