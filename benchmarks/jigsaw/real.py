@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.jigsaw.jobs import MODELS, Lasting, LastingEngine, build, processor_seconds
+from benchmarks.jigsaw.switching import of_kind, switch_seconds
 from splitjax.schedule import (
     Cluster,
     Depth,
@@ -30,6 +31,7 @@ from splitjax.schedule import (
     Policy,
     RayEngine,
     RayOptions,
+    TaskRecord,
     execute,
     simulate,
 )
@@ -40,6 +42,7 @@ from splitjax.schedule.policies.packing import pack
 
 CLUSTER = Cluster(1, 2)
 ROUNDS = 5
+MOST_ERROR = 0.05
 GANG, MURI, ALONE, FULL, JIGSAW, ALL = (
     "gang FIFO",
     "Muri",
@@ -134,12 +137,55 @@ def started() -> Iterator[Runner]:
             engine.end()
 
 
-def profiles(run: Runner, num_iterations: int) -> dict[str, JobProfile]:
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Measured profiles by job: `full` where all workers are at full depth, `partial` under partial backpropagation.
+
+    A worker at full depth takes longer where the other is at full depth, too: they share a machine's memory and, in
+    part, its cores."""
+
+    full: dict[str, JobProfile]
+    partial: dict[str, JobProfile]
+
+
+def iterations(name: str, quick: bool) -> int:
+    """Gives how many iterations a job does in a run."""
+    return max(6, MODELS[name].num_iterations // 20) if quick else MODELS[name].num_iterations
+
+
+def profiles(run: Runner, num_iterations: int) -> Known:
     """Each job's, from iterations of its own with nobody beside it: times are those for which it has its devices'
-    tokens."""
+    tokens. What a switch to a job costs is measured with all jobs at once."""
     guess = JobProfile("guess", 0.05, (Depth(1.0, 0.1), Depth(0.5, 0.05)))
-    found = run("spb-fifo", [Job(name, 0.0, 2, num_iterations, guess) for name in MODELS], 0).execution
-    return {name: _profile(name, found) for name in MODELS}
+    jobs = [Job(name, 0.0, 2, num_iterations, guess) for name in MODELS]
+    whole, partial, mixed = (run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL]))
+    alone, after = of_kind(partial.tasks, False), of_kind(mixed.tasks, True)
+    found = {
+        name: dataclasses.replace(_profile(name, partial), switch_seconds=switch_seconds(name, alone, after))
+        for name in MODELS
+    }
+    return Known({name: _full_profile(name, whole, found[name]) for name in MODELS}, found)
+
+
+def _full_profile(name: str, execution: Execution, partial: JobProfile) -> JobProfile:
+    """The profile of a job whose workers are all at full depth, from such iterations; forward and backward pass have
+    the shares of `partial`."""
+    tasks = [task for task in execution.tasks if task.job == name and task.resource == DEVICE and task.number > 2]
+    full = statistics.median(task.end_seconds - task.start_seconds for task in tasks)
+    scale = full / partial.task_seconds(0)
+    depths = tuple(
+        dataclasses.replace(depth, backward_seconds=depth.backward_seconds * scale) for depth in partial.depths
+    )
+    exposed = max(0.0, _period(tasks) - full)
+    return dataclasses.replace(
+        partial, forward_seconds=partial.forward_seconds * scale, depths=depths, exposed_seconds=exposed
+    )
+
+
+def _period(tasks: Sequence[TaskRecord]) -> float:
+    """Gives the median time from the begin of an iteration to that of the next."""
+    starts = sorted({task.number: task.start_seconds for task in tasks if task.worker == 0}.items())
+    return statistics.median(after[1] - before[1] for before, after in zip(starts, starts[1:]))
 
 
 def _profile(name: str, execution: Execution) -> JobProfile:
@@ -148,8 +194,7 @@ def _profile(name: str, execution: Execution) -> JobProfile:
         statistics.median(task.end_seconds - task.start_seconds for task in tasks if task.depth == depth)
         for depth in (0, 1)
     )
-    starts = sorted({task.number: task.start_seconds for task in tasks if task.worker == 0}.items())
-    period = statistics.median(after[1] - before[1] for before, after in zip(starts, starts[1:]))
+    period = _period(tasks)
     backward = min(max(2 * (full - half), 0.1 * full), 0.9 * full)
     return JobProfile(name, full - backward, (Depth(1.0, backward), Depth(0.5, backward / 2)), max(0.0, period - full))
 
@@ -162,20 +207,23 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     rounds: list[dict[str, Run]] = []
     predicted: list[dict[str, float]] = []
     with started() as run:
-        known = profiles(run, 8 if quick else 20)
+        known = profiles(run, 5 if quick else 20)
         for seed in range(1 if quick else ROUNDS):
             order = [*MODELS][seed % len(MODELS) :] + [*MODELS][: seed % len(MODELS)]
-            jobs = [
-                Job(name, 0.0, 2, MODELS[name].num_iterations // (4 if quick else 1), known[name]) for name in order
-            ]
+            full, partial = (
+                [Job(name, 0.0, 2, iterations(name, quick), profile[name]) for name in order]
+                for profile in (known.full, known.partial)
+            )
+            jobs = {title: partial if title in PARTIAL else full for title in POLICIES}
             turn = [*POLICIES][seed % len(POLICIES) :] + [*POLICIES][: seed % len(POLICIES)]
-            found = {title: run(POLICIES[title], jobs, seed) for title in turn}
+            found = {title: run(POLICIES[title], jobs[title], seed) for title in turn}
             rounds.append({title: found[title] for title in POLICIES})
-            simulated = {
-                title: simulate(jobs, CLUSTER, policy, Options(restart_seconds=0.0, exact=True)).makespan
-                for title, policy in POLICIES.items()
-            }
-            predicted.append({title: seconds / simulated[GANG] for title, seconds in simulated.items()})
+            predicted.append(
+                {
+                    title: simulate(jobs[title], CLUSTER, policy, Options(restart_seconds=0.0, exact=True)).makespan
+                    for title, policy in POLICIES.items()
+                }
+            )
             print(
                 {title: f"{one.makespan:.1f} s, computing {one.computing:.0%}" for title, one in rounds[-1].items()},
                 flush=True,
@@ -191,15 +239,23 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         ratios = sorted(one[title].makespan / one[GANG].makespan for one in rounds)
         return f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
 
-    per_iteration = sum(MODELS[name].num_iterations // (4 if quick else 1) for name in MODELS)
+    def error(title: str) -> float:
+        return statistics.median(
+            simulated[title] / one[title].makespan - 1 for simulated, one in zip(predicted, rounds, strict=True)
+        )
+
+    per_iteration = sum(iterations(name, quick) for name in MODELS)
     lines = [
         (
             "Four jobs of two workers each (VGG-11 and a perceptron on digits, a transformer and an LSTM on text,"
             f" Adam), all there from the beginning; two devices of one core; Ray. Medians of {len(rounds)} rounds; in"
             " each, all policies run in turn, jobs in another order and on other batches. Processes are started and"
             " programs compiled before. *Busy*: share of the time in which a device's token is with a job."
-            " *Computing*: share of the cores' time that the jobs' processes used. *Predicted*: the simulator's, from"
-            " the measured profiles."
+            " *Computing*: share of the cores' time that the jobs' processes used. *Simulated*: the simulator's, from"
+            " profiles that were measured before, at full depth for policies with full backpropagation and under"
+            " partial backpropagation for the others, each with nobody beside it, and with what a switch between jobs"
+            f" was measured to cost. The load average was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it"
+            " ended."
         ),
         "",
         *table(
@@ -208,7 +264,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 "makespan, s",
                 "over gang FIFO",
                 "least to most",
-                "predicted",
+                "simulated, s",
+                "error",
                 "busy",
                 "computing",
                 "of jobs, CPU s",
@@ -220,7 +277,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                     f"{median(lambda run: run.makespan, title):.1f}",
                     f"{ratio(title):.3f}",
                     spread(title),
-                    f"{statistics.median(one[title] for one in predicted):.3f}",
+                    f"{statistics.median(one[title] for one in predicted):.1f}",
+                    f"{error(title):+.1%}",
                     f"{median(lambda run: run.busy, title):.1%}",
                     f"{median(lambda run: run.computing, title):.1%}",
                     f"{median(lambda run: run.jobs_seconds, title):.1f}",
@@ -233,17 +291,24 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         "Measured profiles, ms:",
         "",
         *table(
-            ("job", "forward", "backward", "exposed", "iterations"),
+            ("job", "depths", "forward", "backward", "exposed", "a switch", "iterations"),
             (
                 (
                     name,
+                    what,
                     *(
                         f"{1000 * value:.1f}"
-                        for value in (one.forward_seconds, one.depths[0].backward_seconds, one.exposed_seconds)
+                        for value in (
+                            one.forward_seconds,
+                            one.depths[0].backward_seconds,
+                            one.exposed_seconds,
+                            one.switch_seconds,
+                        )
                     ),
-                    str(MODELS[name].num_iterations),
+                    str(iterations(name, quick)),
                 )
-                for name, one in known.items()
+                for what, profile in (("full", known.full), ("partial", known.partial))
+                for name, one in profile.items()
             ),
         ),
         "",
@@ -286,6 +351,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         ),
         Goal("real, makespan of JigSaw over gang FIFO", ratio(JIGSAW), 1.0, True),
         Goal("real, makespan of JigSaw over Muri", ratio(JIGSAW, MURI), 1.0, True),
+        *(
+            Goal(f"real, makespan of {title}: error of the simulated", abs(error(title)), MOST_ERROR, True, ".1%")
+            for title in POLICIES
+        ),
         Goal("real, busy share of JigSaw over gang FIFO", ratio(JIGSAW, GANG, lambda run: run.busy), 1.0, False),
     ]
     return Section("Real execution", lines, goals)

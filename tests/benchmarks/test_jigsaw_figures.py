@@ -106,5 +106,5 @@ def test_the_page_keeps_parts_and_says_which_goals_are_met(folder, tmp_path, cap
     status = jigsaw.main(["--data-dir", str(folder), "--only", "fidelity", "--output", str(tmp_path)])
     page = (tmp_path / "jigsaw.md").read_text()
     assert status == 0 and page.index("Fidelity") < page.index("Kept") and "**MISS g: 2 (goal: at most 1)**" in page
-    assert "10 of 10 goals met" in capsys.readouterr().out and "**10 of 11 goals met.**" in page
+    assert "14 of 14 goals met" in capsys.readouterr().out and "**14 of 15 goals met.**" in page
     assert set(json.loads((tmp_path / "jigsaw.json").read_text())) == {"zz", "fidelity"}

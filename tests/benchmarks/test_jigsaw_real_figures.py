@@ -9,7 +9,7 @@ import types
 import pytest
 
 from benchmarks.jigsaw.jobs import Lasting, LastingEngine
-from benchmarks.jigsaw.real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _profile
+from benchmarks.jigsaw.real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _full_profile, _profile
 from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, TaskRecord, ThreadEngine, execute
 from splitjax.schedule.model.jobs import DEVICE, NETWORK
 from tests.schedule.toys import Toy
@@ -111,7 +111,7 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
 
 
 def test_a_task_is_switched_where_another_job_had_the_device_before():
-    from benchmarks.jigsaw.switch_cost import switched
+    from benchmarks.jigsaw.switching import of_kind, switch_seconds, switched
     from splitjax.schedule.execution.records import TaskRecord
 
     def task(job, device, number, start, seconds, depth=0):
@@ -131,3 +131,21 @@ def test_a_task_is_switched_where_another_job_had_the_device_before():
         ("a", 0, True): [1.5],
         ("b", 0, False): [2.5],
     }
+    alone, after = of_kind(tasks, False), of_kind(tasks, True)
+    assert switch_seconds("a", alone, after) == pytest.approx(0.5), "the depth that both have"
+    assert switch_seconds("b", alone, after) == 0.0, "no depth that both have"
+    assert switch_seconds("a", after, alone) == 0.0, "no switch gains time"
+
+
+def test_a_profile_of_full_depth_is_from_runs_at_full_depth():
+    """The other worker's full depth makes both slower by a fifth; forward and backward keep their shares."""
+    partial = JobProfile("a", 0.05, (Depth(1.0, 0.10), Depth(0.5, 0.05)), 0.05, switch_seconds=0.007)
+    tasks = [
+        task(number, worker, 0, 0.3 * number, 0.18 + (10.0 if number <= 2 else 0.0))
+        for number in range(1, 9)
+        for worker in (0, 1)
+    ]
+    full = _full_profile("a", execution(tasks), partial)
+    assert full.task_seconds(0) == pytest.approx(0.18) and full.forward_seconds == pytest.approx(0.06)
+    assert full.depths[1].backward_seconds == pytest.approx(0.06) and full.switch_seconds == 0.007
+    assert full.exposed_seconds == pytest.approx(0.12)
