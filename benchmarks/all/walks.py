@@ -36,7 +36,7 @@ _CELL = "mlp/linen/megatron/2x4/dense/full/gather/1/sharded"
 # parts: the two lanes then end at about the same time. Longest first.
 WALKS: Mapping[str, tuple[Walk, ...]] = {
     "sparse": _by_parts(
-        "sparse", "--data-dir {data}", ("end_to_end", "schemes", "choice", "messages", "local", "big_table")
+        "sparse", "--data-dir {data}", ("end_to_end", "schemes", "choice", "messages", "local", "big_table", "widths")
     ),
     "jigsaw": _by_parts(
         "jigsaw",

@@ -93,6 +93,20 @@ def wikitext(data_dir: pathlib.Path) -> Workload:
     return Workload("WikiText-2", f"{TOKENS} tokens of a worker, real text", words.size, 32, ids)
 
 
+def wikitext_in_order(data_dir: pathlib.Path) -> Workload:
+    """The same text in its order: each step takes the next tokens, a worker after the other, and begins again at the
+    text's end."""
+    words, tokens = np.unique(
+        np.array(_file(data_dir, TEXT_FILE).read_text(encoding="utf-8").split()), return_inverse=True
+    )
+
+    def ids(step: int, worker: int, num_workers: int) -> np.ndarray:
+        first = (step * num_workers + worker) * TOKENS
+        return np.take(tokens, range(first, first + TOKENS), mode="wrap").astype(np.int32)
+
+    return Workload("WikiText-2, in its order", f"{TOKENS} tokens of a worker, the text's next", words.size, 32, ids)
+
+
 def made_up(
     name: str, what: str, num_rows: int, width: int, draw: Callable[[np.random.Generator, int], np.ndarray]
 ) -> Workload:
@@ -134,6 +148,7 @@ def named(name: str, data_dir: pathlib.Path) -> Workload:
         "lm1b_softmax": lambda: lm1b(data_dir, "softmax"),
         "criteo": lambda: criteo(data_dir),
         "wikitext": lambda: wikitext(data_dir),
+        "wikitext_in_order": lambda: wikitext_in_order(data_dir),
         "few": lambda: made_up("few rows", "48 of 200,000 rows", 200_000, 16, _few),
         "all": lambda: made_up("all rows", "every row of a table of 4096", 4096, 64, _all),
         "half": lambda: made_up("half of the rows", "4096 of 8192 rows, others on each worker", 8192, 64, _half),
