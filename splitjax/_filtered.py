@@ -31,6 +31,7 @@ from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
+from splitjax.roles import Role, read_roles
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
 from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
@@ -83,6 +84,11 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
         """The mesh as it was given, or made of its sizes when it is first needed."""
         return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Says what mesh axes are for, as far as the user said so."""
+        return self._parent.roles if self._parent is not None else read_roles(self._keywords.get("roles"), "roles")
 
     @property
     def options(self) -> ArgumentRoles:

@@ -5,7 +5,7 @@ Each method says in a few lines what `splitjax.measure` is asked, which is loade
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +15,7 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.step_programs import StepPrograms
 from splitjax.mesh import with_devices
 from splitjax.partial.request import PartialBackprop
+from splitjax.roles import Role
 from splitjax.step.consumed import GivenStates
 from splitjax.step.positions import positional
 from splitjax.sync.scheme import Link
@@ -36,6 +37,11 @@ class MeasuredStep:
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
         """The mesh as it was given, or made of its sizes when it is first needed."""
         return self._programs.mesh
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Says what mesh axes are for, as far as the user said so."""
+        return self._recipe.roles
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """Measures how sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv

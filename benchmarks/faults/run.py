@@ -23,6 +23,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TAG = "SPLITJAX_FAULTS_RUN"
 _LOOK_SECONDS = 0.004
 _SAVING = re.compile(r"([0-9]+)\.saving-[0-9a-f]+")
+_FORKED = re.compile(r"splitjax-([0-9]+)")  # the name of a worker that was forked from a process started ahead
 _RESUMED = re.compile(r"resumed from the checkpoint of step ([0-9]+)")
 # Dropout, augmentation, a schedule with a warm-up, tests between: all that a resume has to find again. Both workers are
 # needed for every step: the dense layers are split between them.
@@ -189,6 +190,9 @@ class Launched:
         """rank -> process id, of the workers that run now."""
         found = {}
         for pid in self.left_running():
+            forked = _FORKED.fullmatch(_name(pid))
+            if forked is not None:
+                found[int(forked[1])] = pid
             values = dict(entry.partition(b"=")[::2] for entry in _environment(pid))
             if pid != self.process.pid and b"SPLITJAX_PROCESS_ID" in values and _is_leader(pid):
                 found[int(values[b"SPLITJAX_PROCESS_ID"])] = pid
@@ -337,6 +341,12 @@ def _environment(pid: int) -> list[bytes]:
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def _is_leader(pid: int) -> bool:

@@ -7,6 +7,8 @@ import pathlib
 
 import jax
 
+from splitjax.runtime.launch import compiled
+
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA's CPU compiler favours speed over memory unless told otherwise, and its memory figures are then not
 # those of an accelerator's schedule.
@@ -48,11 +50,7 @@ def start(num_devices: int, *, platform: str = "cpu") -> None:
 def cache_dir() -> pathlib.Path:
     """Returns the folder where compiled programs are kept between runs: `JAX_COMPILATION_CACHE_DIR`, `SPLITJAX_CACHE`,
     or a folder in the user's cache directory (XDG base directory specification)."""
-    for variable in ("JAX_COMPILATION_CACHE_DIR", "SPLITJAX_CACHE"):
-        if os.environ.get(variable):
-            return pathlib.Path(os.environ[variable])
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base) / "splitjax" / "compiled"
+    return compiled.cache_dir(os.environ)
 
 
 def has_accelerator() -> bool:

@@ -71,6 +71,14 @@ class Launch(Traceback):
     heartbeat_seconds: int = 100
     """A worker that cannot reach the coordinator for so long ends itself; one that gives no sign of life for so long is
     killed."""
+    rejoin_timeout_seconds: float | None = None
+    """How long a worker that failed may take to complete a step again, while all are started again and again
+    (--restarts counts its first failure alone); then the run goes on without it, with the same batch on a smaller mesh.
+    For ever if not given; 0 to go on at once."""
+    least_processes: int = 1
+    """Fewest workers with which the run goes on."""
+    standby: bool = True
+    """Start a process ahead, which imports what the workers import, and fork the workers of a restart from it."""
     bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
     """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and
     report the bytes that it really sent."""

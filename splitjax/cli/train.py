@@ -24,6 +24,7 @@ from splitjax.cli._train_options import (
     WatchOptions,
 )
 from splitjax.errors import TrainingError
+from splitjax.mesh import MeshShape
 
 if TYPE_CHECKING:
     from splitjax.cli._train_parts import Steps
@@ -54,6 +55,9 @@ COLUMNS = (
     "slowest_rank",
     "slowest_own_seconds",
     "setback",
+    "num_devices",
+    "mesh",
+    "mesh_reason",
 )
 
 
@@ -88,10 +92,12 @@ class Train(Traceback):
         from splitjax.cli import _train_parts as parts
         from splitjax.models import ModelSpec
         from splitjax.runtime.launch.initialize import initialize
+        from splitjax.runtime.training.mesh_choice import run_mesh
 
         initialize()
         process, num_processes = _compat.place_in_run()
-        mesh = None if self.layout.mesh is None else parse_mesh(self.layout.mesh)
+        sizes = run_mesh(None if self.layout.mesh is None else dict(parse_mesh(self.layout.mesh).axes))
+        mesh = None if sizes is None else MeshShape.of(sizes)
         wanted = None if mesh is None else mesh.num_devices
         _session.start(parts.devices_per_process(wanted, num_processes), platform=self.layout.platform)
         first = process == 0

@@ -35,6 +35,7 @@ from splitjax.sync.link import measure_link
 
 # What `jax.monitoring` is told when a plan begins to be made: whoever watches a run knows that it takes a while.
 BUILD_EVENT = "/splitjax/build"
+BUILT_EVENT = "/splitjax/build_duration"  # and how long it took
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -216,6 +217,8 @@ class StepPrograms:
         if not reason:
             differences = [difference(bound, old.bound) for old in self._entries.values()]
             reason = min(differences)[1] if differences else "first call"
-        self.compiles.append(CompileRecord(len(self.compiles) + 1, reason, time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        jax.monitoring.record_event_duration_secs(BUILT_EVENT, seconds)
+        self.compiles.append(CompileRecord(len(self.compiles) + 1, reason, seconds))
         self.compiles[-1].log(self._recipe.name)
         return entry

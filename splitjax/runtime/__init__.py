@@ -29,6 +29,7 @@ _PLACES = {
     "batch_layout": "training.placing",
     "read_metrics": "training.metrics",
     "restore": "training.stepping",
+    "run_mesh": "training.mesh_choice",
     "train": "training.loop",
 }
 

@@ -30,6 +30,7 @@ from splitjax.runtime.checkpoint.reading import read_checkpoint
 from splitjax.runtime.checkpoint.state_io import ArrayWriter, StoredPart, check_targets, quiet_orbax
 from splitjax.runtime.checkpoint.state_match import describe, reject_consumed
 from splitjax.runtime.launch.peers import Peers, of_any
+from splitjax.runtime.launch.stages import RESTORED_EVENT, told_as
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -169,6 +170,7 @@ class Checkpoints:
             )
         )
 
+    @told_as(RESTORED_EVENT)
     def newest_good(self) -> int | None:
         """Returns the newest step of which every byte is as it was written; None without one. Reads checkpoints, newest
         first, until one is good. All processes get the answer of process 0."""
@@ -178,6 +180,7 @@ class Checkpoints:
         self._note_damage(step, skipped)
         return step
 
+    @told_as(RESTORED_EVENT)
     def restore(self, like: Any, step: int | None = None) -> Restored:
         """Restores the newest good checkpoint, or that of a step.
 

@@ -30,6 +30,10 @@ class LaunchConfig:
       completing a step, as `deadlines.Deadlines` has it; the run then ends, or starts again.
     - `heartbeat_seconds`: a worker that cannot reach the coordinator for so long ends itself; one that gives the
       launcher no sign of life for so long is killed.
+    - `rejoin_timeout_seconds`: how long a worker that failed may take to complete a step again, while all are started
+      again and again; then the run goes on without it, on a smaller mesh. For ever if not given.
+    - `least_processes`: fewest workers with which the run goes on.
+    - `standby`: whether a process is started ahead, from which the workers of the next attempt are forked.
     - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if
       not given.
 
@@ -49,6 +53,9 @@ class LaunchConfig:
     compile_timeout_seconds: float = DEFAULT_COMPILE_SECONDS
     save_timeout_seconds: float = DEFAULT_SAVE_SECONDS
     heartbeat_seconds: int = DEFAULT_HEARTBEAT_SECONDS
+    rejoin_timeout_seconds: float | None = None
+    least_processes: int = 1
+    standby: bool = True
     bandwidth: str | None = None
 
     def __post_init__(self) -> None:
@@ -62,13 +69,27 @@ class LaunchConfig:
             ("stop_timeout_seconds", 0),
             ("exit_timeout_seconds", 0),
             ("heartbeat_seconds", 1),
+            ("rejoin_timeout_seconds", 0),
+            ("least_processes", 1),
         ):
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise LaunchError(
                     f"{name} must be at least {least}", value=value, place=name, remedy="give a larger number"
                 )
+        if self.rejoin_timeout_seconds and not self.restarts:
+            raise LaunchError(
+                "a worker can come back only where workers are started again",
+                value=self.rejoin_timeout_seconds,
+                place="rejoin_timeout_seconds",
+                remedy="give --restarts too, or --rejoin-timeout-seconds 0 to go on without it at once",
+            )
         _ = self.deadlines
+
+    @property
+    def starts_again(self) -> bool:
+        """Returns whether workers may be started more than once."""
+        return self.restarts > 0 or self.rejoin_timeout_seconds is not None
 
     @property
     def deadlines(self) -> Deadlines:

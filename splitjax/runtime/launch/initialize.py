@@ -8,10 +8,12 @@ import threading
 import time
 
 import jax
+import jax.monitoring
 
 from splitjax import _compat
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import stacks
+from splitjax.runtime.launch.stages import StageClock
 from splitjax.runtime.launch.variables import (
     ALIVE,
     COORDINATOR,
@@ -83,7 +85,9 @@ def join_launched() -> None:
     )
     os.environ[JOINED_PID] = str(os.getpid())
     stacks.answer()
-    StepRecorder.open().joined()
+    recorder = StepRecorder.open()
+    recorder.joined()
+    clock = StageClock(recorder)
     jax.distributed.initialize(
         os.environ[COORDINATOR],
         num_processes,
@@ -96,6 +100,9 @@ def join_launched() -> None:
         coordinator_bind_address="127.0.0.1:0",
         heartbeat_timeout_seconds=heartbeat_seconds,
     )
+    clock.joined()
+    jax.monitoring.register_event_listener(clock.on_event)
+    jax.monitoring.register_event_duration_secs_listener(clock.on_duration)
     if EXIT_FD in os.environ:
         file = _count(EXIT_FD)
         atexit.register(_announce_exit, file, process_id, os.getpid())

@@ -8,6 +8,7 @@ outcome = run.wait()
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import sys
@@ -15,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from signal import SIGKILL, SIGTERM
-from typing import Any
 
 from splitjax.runtime.launch import workers as processes
 from splitjax.runtime.launch.config import LaunchConfig
@@ -28,17 +28,22 @@ from splitjax.runtime.launch.outcome import (
     unusual_text,
 )
 from splitjax.runtime.launch.output import Console, Output, make_log_dir
-from splitjax.runtime.launch.variables import NETWORK_DEVICE
+from splitjax.runtime.launch.rejoining import Absence, absence
+from splitjax.runtime.launch.shrinking import RunLayout, SmallerMesh, layout_environment, smaller_mesh
+from splitjax.runtime.launch.stages import Recovery, recovery
+from splitjax.runtime.launch.starting import AttemptStart, Starter
 from splitjax.runtime.launch.watch import Event, Watch
 from splitjax.runtime.launch.whereabouts import Board, shared_file
-from splitjax.runtime.launch.workers import Worker
-from splitjax.runtime.network import DEVICE, Network, parse_bandwidth
+from splitjax.runtime.launch.workers import Seat, Worker
+from splitjax.runtime.network import Network, parse_bandwidth
 
 LOOPBACK = "127.0.0.1"
 # How often the launcher looks at its clock; ends of workers wake it at once.
 _TICK_SECONDS = 0.05
 # How long the output of killed processes is waited for.
 _DRAIN_SECONDS = 2.0
+# How long the launcher rests where a worker that is waited for has failed at once, again.
+_REST_SECONDS = 1.0
 
 
 def start(
@@ -82,6 +87,13 @@ class Run:
         self._outcome: LaunchOutcome | None = None
         self._error: BaseException | None = None
         self._started = threading.Event()
+        # By rank, the numbers of the workers that take part, and the mesh that was chosen for them once some were left
+        # out; who is waited for.
+        self._taking_part: tuple[int, ...] = tuple(range(config.num_processes))
+        self._smaller: SmallerMesh | None = None
+        self._layout: RunLayout | None = None
+        self._away: Absence | None = None
+        self._restarts = 0
         # One thread starts all workers of all attempts: the kernel kills a worker with the thread that started it.
         self._thread = threading.Thread(target=self._main, name="splitjax-launch", daemon=True)
         self.network: Network | None = (
@@ -114,12 +126,16 @@ class Run:
 
     def _main(self) -> None:
         guard: processes.Guard | None = None
+        starter: Starter | None = None
         attempts: list[LaunchAttempt] = []
         try:
             guard = processes.Guard()
+            starter = Starter(
+                self.config, self._command, self._base, network=self.network, guard=guard, say=self._console.say
+            )
             while True:
                 attempts.append(
-                    self._attempt(len(attempts), guard, attempts[-1].failed_unix_seconds if attempts else None)
+                    self._attempt(len(attempts), guard, starter, attempts[-1].failed_unix_seconds if attempts else None)
                 )
                 if not self._again(attempts[-1]):
                     break
@@ -129,6 +145,8 @@ class Run:
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
+            if starter is not None:
+                starter.close()
             if guard is not None:
                 guard.close()
             if self.network is not None:
@@ -136,8 +154,9 @@ class Run:
             self._started.set()
 
     def _again(self, attempt: LaunchAttempt) -> bool:
-        """Decides whether to start all workers once more; says why."""
-        say, restarts = self._console.say, self.config.restarts
+        """Decides whether to start the workers once more, and which; says why. Raises `LaunchError` where a worker is
+        gone and the others cannot go on without it."""
+        say, config = self._console.say, self.config
         if attempt.step_times:
             say(attempt.step_times)
         if attempt.failed is not None:
@@ -155,30 +174,79 @@ class Run:
                 " stopped the run"
             )
             return False
-        if attempt.status == 0 or attempt.number == restarts:
-            if attempt.status and restarts:
-                say(f"all {restarts} restarts are used up")
+        if attempt.status == 0:
             return False
-        say(f"starting all workers again: restart {attempt.number + 1} of {restarts}")
+        if self._goes_on_without(attempt):
+            return True
+        if self._restarts == config.restarts:
+            if config.restarts:
+                say(f"all {config.restarts} restarts are used up")
+            return False
+        self._restarts += 1
+        say(f"starting all workers again: restart {self._restarts} of {config.restarts}")
         return True
 
-    def _attempt(self, number: int, guard: processes.Guard, failed_unix_seconds: float | None) -> LaunchAttempt:
-        config = self.config
+    def _goes_on_without(self, attempt: LaunchAttempt) -> bool:
+        """Decides, where workers may be left out, whether the one that failed is waited for or left out: then the run
+        goes on, and no restart is counted. A first failure is a restart as any other."""
+        timeout, before = self.config.rejoin_timeout_seconds, self._away
+        if timeout is None or self._layout is None:
+            return False
+        now = time.monotonic()
+        self._away = away = absence(before, attempt, self._taking_part, now)
+        if away is None:
+            return False
+        if away.is_over(now, timeout):
+            self._leave_out(away.worker)
+            return True
+        if away is not before:
+            return False
+        self._console.say(
+            f"starting all workers again: worker {away.worker} is away for {now - away.since:.0f} s; after"
+            f" {timeout:g} s the others go on without it"
+        )
+        self._rest(_REST_SECONDS)
+        return True
+
+    def _leave_out(self, worker: int) -> None:
+        assert self._layout is not None and self.config.rejoin_timeout_seconds is not None
+        left = tuple(number for number in self._taking_part if number != worker)
+        self._smaller = smaller_mesh(self._layout, len(left), least=self.config.least_processes)
+        self._taking_part, self._away = left[: self._smaller.num_processes], None
+        self._console.say(
+            f"worker {worker} did not come back within {self.config.rejoin_timeout_seconds:g} s: going on without it"
+            f" from the newest checkpoint, {self._smaller.reason}"
+        )
+
+    def _rest(self, seconds: float) -> None:
+        """Waits; not longer than until somebody asks for a stop."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._stop_signal is None:
+            time.sleep(_TICK_SECONDS)
+
+    def _attempt(
+        self, number: int, guard: processes.Guard, starter: Starter, failed_unix_seconds: float | None
+    ) -> LaunchAttempt:
+        config, ranks = self.config, self._taking_part
         coordinator = self._coordinator()
         output = Output(self._console, config.log_dir, number)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        board = Board(config.num_processes)
+        board = Board(len(ranks))
         watch = Watch(config, output, board)
+        mesh = {} if self._smaller is None else layout_environment(self._smaller)
+        attempt = AttemptStart(number, coordinator.address, failed_unix_seconds, mesh)
         workers: list[Worker] = []
+        back: Recovery | None = None
         try:
-            for rank in range(config.num_processes):
-                worker = self._spawn(rank, coordinator, number, failed_unix_seconds, output, events, board)
-                workers.append(worker)
-                guard.watch(worker)
+            starter.begin(failed_unix_seconds)
+            for rank, worker_number in enumerate(ranks):
+                seat = Seat(rank, worker_number, len(ranks))
+                workers.append(self._spawn(seat, attempt, starter, output, events, board))
             output.start()
             watch.start(workers)
             self.workers = tuple(workers)
             self._started.set()
+            started_unix_seconds = time.time()
             for worker in workers:
                 threading.Thread(target=_report_end, args=(worker, events), daemon=True).start()
             while watch.is_running:
@@ -186,61 +254,66 @@ class Run:
                     watch.take(events.get(timeout=_TICK_SECONDS))
                 except queue.Empty:
                     pass
+                if failed_unix_seconds is not None and back is None:
+                    back = recovery(
+                        board,
+                        len(ranks),
+                        failed_unix_seconds=failed_unix_seconds,
+                        started_unix_seconds=started_unix_seconds,
+                        ahead=starter.is_ahead,
+                    )
+                    if back is not None:
+                        self._console.say(str(back))
+                self._give_up_missing(watch, board)
+                starter.look_ahead(board, len(ranks))
                 watch.tick(stop=self._stop_signal is not None, kill=self._killed)
         finally:
             for worker in workers:
                 worker.signal_group(SIGKILL)
-                guard.forget(worker)
+                guard.forget(worker.pid)
+            self._layout = RunLayout.read(board, 0) or self._layout
             output.finish(_DRAIN_SECONDS)
             coordinator.close()
             watch.close()
             for worker in workers:
                 worker.close()
-        return watch.attempt(number, stopped=self._stop_signal is not None)
+        done = watch.attempt(number, stopped=self._stop_signal is not None)
+        return dataclasses.replace(done, workers=ranks, recovery=back)
+
+    def _give_up_missing(self, watch: Watch, board: Board) -> None:
+        """Ends the attempt where the worker that is waited for has not even joined when its time is over."""
+        timeout, away = self.config.rejoin_timeout_seconds, self._away
+        if timeout is None or away is None or not away.is_over(time.monotonic(), timeout):
+            return
+        rank = self._taking_part.index(away.worker)
+        if not board.read(rank).pid:
+            watch.give_up(rank, f"it did not join within {timeout:g} s of its failure")
 
     def _coordinator(self) -> processes.Coordinator:
-        config, network = self.config, self.network
-        listen = lambda host: processes.Coordinator(host, config.num_processes, config.heartbeat_seconds)
-        return listen(LOOPBACK) if network is None else network.call(0, lambda: listen(network.address(0)))
+        network, first, count = self.network, self._taking_part[0], len(self._taking_part)
+        listen = lambda host: processes.Coordinator(host, count, self.config.heartbeat_seconds)
+        return listen(LOOPBACK) if network is None else network.call(first, lambda: listen(network.address(first)))
 
     def _spawn(
         self,
-        rank: int,
-        coordinator: processes.Coordinator,
-        attempt: int,
-        failed_unix_seconds: float | None,
+        seat: Seat,
+        attempt: AttemptStart,
+        starter: Starter,
         output: Output,
         events: queue.SimpleQueue[Event],
         board: Board,
     ) -> Worker:
         exit_reader, exit_writer = os.pipe()
         files = processes.WorkerFiles(exit_writer, board.file, shared_file("splitjax-stacks"))
-        output.add_notices(exit_reader, lambda said, now: events.put(Event.noticed(rank, said, now)))
-        values = processes.environment(
-            self.config,
-            rank,
-            coordinator=coordinator.address,
-            attempt=attempt,
-            failed_unix_seconds=failed_unix_seconds,
-            files=files,
-            base=self._base,
-        )
-        inside: dict[str, Any] = {}
-        if self.network is not None:
-            values[NETWORK_DEVICE] = DEVICE
-            inside = {
-                "enter": self.network.enter(rank),
-                "enter_files": [self.network.file(rank)],
-                "address": self.network.address(rank),
-            }
+        output.add_notices(exit_reader, lambda said, now: events.put(Event.noticed(seat.rank, said, now)))
         try:
-            worker = processes.spawn(rank, self._command, values, files=files, **inside)
+            worker = starter.start(seat, attempt, files)
         except BaseException:
             os.close(files.stacks)
             raise
         finally:
             os.close(exit_writer)
-        output.add(rank, worker.out, worker.err)
+        output.add(seat.rank, worker.out, worker.err)
         return worker
 
 

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from splitjax.runtime.launch.stages import Recovery
+
 SIGNAL_STATUS = 128  # what shells add to the number of a signal
 LEFT_ON_SIGTERM = SIGNAL_STATUS + signal.SIGTERM
 
@@ -68,6 +70,10 @@ class LaunchAttempt:
     - `reason`: why the launcher ended the attempt; empty if it did not have to.
     - `findings`: lines about a worker that held up the run: where all workers were, its stacks.
     - `step_times`: a line about the workers' step times; empty where none were recorded.
+    - `completed_step`: the last step that the workers completed in this attempt; 0 for none.
+    - `workers`: by rank, the numbers of the workers among those that the run began with.
+    - `recovery`: how long it took from the failure of the attempt before to this one's first step, and what; None where
+      that is not known.
     """
 
     number: int
@@ -78,6 +84,9 @@ class LaunchAttempt:
     reason: str = ""
     findings: tuple[str, ...] = ()
     step_times: str = ""
+    completed_step: int = 0
+    workers: tuple[int, ...] = ()
+    recovery: Recovery | None = None
 
     @property
     def left_on_sigterm(self) -> WorkerExit | None:

@@ -176,6 +176,12 @@ class Watch:
             )
             self._workers[rank].signal_group(SIGKILL)
 
+    def give_up(self, rank: int, why: str) -> None:
+        """Kills worker `rank`, which keeps the others waiting; `why`: for the report of its end."""
+        if rank in self._running and not self._is_stopping and rank not in self._stuck:
+            self._stuck[rank] = why
+            self._workers[rank].signal_group(SIGKILL)
+
     def _whereabouts(self) -> dict[int, Whereabouts]:
         """Where the workers that run and have joined are, by rank."""
         if self._board is not None:
@@ -238,4 +244,5 @@ class Watch:
             self._reason,
             tuple(self._findings),
             deadlines.step_times_text(self._last_seen),
+            max((where.completed for where in self._last_seen.values()), default=0),
         )

@@ -226,6 +226,11 @@ class StepRecorder:
         """Notes that an answer of process `rank` is waited for; None: no longer."""
         _WAITS_FOR.pack_into(self._memory, self._base + _WAITS_AT, 0 if rank is None else rank + 1)
 
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Writes `data` at an `offset` of this process's page, behind what this class keeps there; the offset counts
+        bytes, below 4,096."""
+        self._memory[self._base + offset : self._base + offset + len(data)] = data
+
     def read(self, rank: int | None = None) -> Whereabouts:
         """Returns what the page of process `rank` says, this one's if not given."""
         return read_page(self._memory, self.rank if rank is None else rank)
@@ -287,6 +292,12 @@ class Board:
     def read(self, rank: int) -> Whereabouts:
         """Returns what the page of worker `rank` says."""
         return read_page(self._memory, rank)
+
+    def bytes_at(self, rank: int, offset: int, count: int) -> bytes:
+        """Returns `count` bytes at an `offset` of the page of worker `rank`, as it wrote them with
+        `StepRecorder.write_at`."""
+        begin = rank * _PAGE_BYTES + offset
+        return bytes(self._memory[begin : begin + count])
 
     def close(self) -> None:
         """Lets go of the memory; workers keep theirs."""

@@ -12,17 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Protocol
 
 from splitjax import _compat
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import variables
 from splitjax.runtime.launch.config import LaunchConfig
 
-_HERE = pathlib.Path(__file__).parent
+HERE: pathlib.Path = pathlib.Path(__file__).parent
 # Python without the user's site, path or start files: it starts in 20 ms and cannot pick up a module from the working
 # directory.
-_PYTHON = (sys.executable, "-I", "-S")
+PYTHON: tuple[str, ...] = (sys.executable, "-I", "-S")
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
@@ -40,6 +40,37 @@ class WorkerFiles:
     board: int
     stacks: int
 
+    def names(self) -> tuple[str, str, str]:
+        """Returns the variables that tell a worker the numbers of these files, in their order."""
+        return variables.EXIT_FD, variables.BOARD_FD, variables.STACKS_FD
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Holds the place of a worker in an attempt.
+
+    - `rank`: its process id in the attempt.
+    - `worker`: its number among those that the run began with; another than the rank once a worker before it was given
+      up.
+    - `num_processes`: workers of the attempt.
+    """
+
+    rank: int
+    worker: int
+    num_processes: int
+
+
+class Process(Protocol):
+    """Names what a worker's process can do, in the words of `subprocess.Popen`."""
+
+    pid: int
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def wait(self) -> int:
+        """Blocks until it ends, and returns its exit code, negative for a signal."""
+        ...
+
 
 class Worker:
     """Holds a process of the run, in a session of its own.
@@ -49,7 +80,7 @@ class Worker:
     - `stacks_file`: the descriptor of what it writes its stacks to.
     """
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], stacks_file: int):
+    def __init__(self, rank: int, process: Process, stacks_file: int):
         self.rank: int = rank
         self.stacks_file: int = stacks_file
         self.pid: int = process.pid
@@ -105,7 +136,7 @@ def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
 
 def environment(
     config: LaunchConfig,
-    rank: int,
+    seat: Seat,
     *,
     coordinator: str,
     attempt: int,
@@ -118,7 +149,7 @@ def environment(
     **Arguments:**
 
     - `config`: threads, devices and patience of the workers.
-    - `rank`: the worker's process id in the run.
+    - `seat`: the worker's place in the attempt.
     - `coordinator`: host and port of the coordination service.
     - `attempt`: the number of the attempt, from 0.
     - `failed_unix_seconds`: when the attempt before failed; None for the first.
@@ -128,8 +159,9 @@ def environment(
     values = {key: value for key, value in base.items() if key not in variables.OF_ONE_WORKER}
     values |= {
         variables.COORDINATOR: coordinator,
-        variables.NUM_PROCESSES: str(config.num_processes),
-        variables.PROCESS_ID: str(rank),
+        variables.NUM_PROCESSES: str(seat.num_processes),
+        variables.PROCESS_ID: str(seat.rank),
+        variables.WORKER: str(seat.worker),
         variables.HEARTBEAT_SECONDS: str(config.heartbeat_seconds),
         variables.ATTEMPT: str(attempt),
         variables.LAUNCH_UNIX_SECONDS: f"{time.time():.3f}",
@@ -154,7 +186,7 @@ def environment(
     if flags:
         values["XLA_FLAGS"] = flags
     if config.gpus_per_process is not None:
-        first = rank * config.gpus_per_process
+        first = seat.worker * config.gpus_per_process
         values[variables.LOCAL_DEVICE_IDS] = ",".join(map(str, range(first, first + config.gpus_per_process)))
     return values
 
@@ -186,7 +218,7 @@ def spawn(
     - `enter`, `enter_files`: a command that enters a network namespace, and the files that it reads; `address`: the
       worker's there.
     """
-    shim = [*enter, *_PYTHON, str(_HERE / "_shim.py"), str(os.getpid()), address, *command]
+    shim = [*enter, *PYTHON, str(HERE / "_shim.py"), str(os.getpid()), address, *command]
     process = subprocess.Popen(
         shim,
         env=dict(values),
@@ -205,20 +237,20 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [*_PYTHON, str(_HERE / "_guard.py")],
+            [*PYTHON, str(HERE / "_guard.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    def watch(self, worker: Worker) -> None:
-        """Counts the `worker` among those to be killed."""
-        self._tell(f"+{worker.pid}\n")
+    def watch(self, pid: int) -> None:
+        """Counts the group of process `pid` among those to be killed."""
+        self._tell(f"+{pid}\n")
 
-    def forget(self, worker: Worker) -> None:
-        """Leaves the `worker`, which has ended, alone from now on."""
-        self._tell(f"-{worker.pid}\n")
+    def forget(self, pid: int) -> None:
+        """Leaves the group of process `pid`, which has ended, alone from now on."""
+        self._tell(f"-{pid}\n")
 
     def close(self) -> None:
         """Ends the guard, which kills the workers that it has not been told to forget."""

@@ -25,6 +25,7 @@ from splitjax.errors import TrainingError
 from splitjax.runtime.training.feeding import Feed, own_position, position_json
 from splitjax.runtime.training.guard import NumberGuard, NumberOptions, copy_of
 from splitjax.runtime.training.ledger import Ledger
+from splitjax.runtime.training.mesh_choice import chosen_mesh_row, note_layout
 from splitjax.runtime.training.metrics import StepObserver
 from splitjax.runtime.training.profiling import Profile
 from splitjax.runtime.training.stepping import as_loop_step, stored_state, whole_state
@@ -149,6 +150,7 @@ def train(
     profile = profile or Profile()
     number, stopped, position = first_step - 1, False, None
     tracker.ledger.started(first_step)
+    note_layout(step, state, options.batch_size, tracker.recorder)
     try:
         with tracker:
             if guard.acts or checkpoints is not None:
@@ -164,6 +166,7 @@ def train(
                     if compiling:
                         with tracker.waiting(f"results of step {number}"):
                             jax.block_until_ready(metrics)
+                        tracker.first_step_done()
                 profile.step_done(metrics)
                 state = loop.settled(number, metrics, state, before)
                 if stop is not None:
@@ -222,6 +225,7 @@ class _Loop:
         # since the last save; no list, which a run without saves would grow for ever
         self._loss_sum, self._num_losses = 0.0, 0
         self._told = time.perf_counter()
+        self.first_row = chosen_mesh_row()
 
     def kept(self, state: Any) -> tuple[Any, Any] | None:
         """What a batch that is skipped leaves as it was: a copy of the state and of what the step carries. None where
@@ -339,7 +343,9 @@ class _Loop:
             "examples_per_second": self.options.batch_size / seconds,
             **({} if problem is None else {"setback": 1}),
             **self.tracker.times_row(),
+            **self.first_row,
         }
+        self.first_row = {}
         self._evaluation = {}
         for observer in self.observers:
             observer.step(self.row)

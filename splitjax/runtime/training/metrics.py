@@ -19,7 +19,7 @@ from splitjax.runtime.checkpoint.folder import set_aside
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
-Row = Mapping[str, Any]  # "step" first; numbers, or None for what this step does not have
+Row = Mapping[str, Any]  # "step" first; numbers, sometimes words; None for what this step does not have
 
 
 class StepObserver(Protocol):
@@ -95,9 +95,9 @@ class TensorBoard:
         self._writer = Writer(str(folder))
 
     def step(self, row: Row) -> None:
-        """Writes the numbers of the `row` of a step."""
+        """Writes the numbers of the `row` of a step; words it leaves to the files."""
         for name, value in row.items():
-            if name != "step" and value is not None:
+            if name != "step" and value is not None and not isinstance(value, str):
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import jax
 
 from splitjax.compile.step_programs import BUILD_EVENT
 from splitjax.runtime.launch.deadlines import slowest
+from splitjax.runtime.launch.stages import FIRST_STEP_EVENT, LOOP_EVENT
 from splitjax.runtime.launch.whereabouts import APART, Place, StepRecorder
 from splitjax.runtime.training.ledger import Ledger
 
@@ -50,6 +51,7 @@ class Tracker:
         self._ident = threading.get_ident()
         jax.monitoring.register_event_listener(self._on_event)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.record_event(LOOP_EVENT)
         self.recorder.begin()
         self.recorder.at(Place.HOST)
         return self
@@ -67,6 +69,10 @@ class Tracker:
         with self.ledger.during(part):
             yield
         self.recorder.at(Place.HOST)
+
+    def first_step_done(self) -> None:
+        """Tells whoever measures starts (`launch.stages`) that the results of this start's first step are there."""
+        jax.monitoring.record_event(FIRST_STEP_EVENT)
 
     @contextlib.contextmanager
     def dispatching(self) -> Iterator[None]:
