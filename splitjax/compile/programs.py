@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
+from splitjax.compile.kept import kept
 from splitjax.mesh import inside_mesh, platform_of, with_devices
 from splitjax.plan import Plan
 from splitjax.planning.sites.layout import named_sharding
@@ -195,7 +196,9 @@ class Programs:
             donate_argnums=donated,
             static_argnums=static,
         )
-        return program if isinstance(self.mesh, Mesh) else AbstractProgram(program, self.mesh, recipe.name)
+        if not isinstance(self.mesh, Mesh):
+            return AbstractProgram(program, self.mesh, recipe.name)
+        return kept(program, self.mesh, bool(static))
 
     def _given(self, shardings: Any) -> Any:
         """Returns the same `shardings`, a pytree as `jax.jit` takes it, on the user's mesh."""

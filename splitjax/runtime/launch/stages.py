@@ -61,7 +61,8 @@ _STAGE_OF_EVENT = {
 }
 # Of stages that are under way at once the first here counts: a plan is made while tracing, and compiles small programs.
 _INNERMOST = (Stage.COMPILE, Stage.TRACE, Stage.RESTORE)
-_PAGE = struct.Struct(f"={len(Stage) + 1}d3q")  # seconds of each, of its processor; bits of what is imported, fit (1) or not, step
+# Seconds of each stage, and of the processor; bits of what is imported, fit (1) or not, number of the step.
+_PAGE = struct.Struct(f"={len(Stage) + 1}d3q")
 
 
 @dataclasses.dataclass(frozen=True)

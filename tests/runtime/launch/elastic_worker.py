@@ -1,8 +1,8 @@
 """A training script that loses workers for good: `elastic_worker.py FOLDER DEVICES LAST GONE AT`.
 
-Trains in float64 on DEVICES devices of the axis `data` to step LAST, and saves every 5 steps. Each process reads its own
-rows of the global batch. GONE (workers, as `1,3`, or `-`) kill themselves after step AT, and again whenever they are
-started.
+Trains in float64 on DEVICES devices of the axis `data` to step LAST, and saves every 5 steps. Each process reads its
+own rows of the global batch. GONE (workers, as `1,3`, or `-`) kill themselves after step AT, and again whenever they
+are started; a `+` behind them lets them come back, and makes steps slow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -36,8 +37,9 @@ def main() -> None:
         sys.argv[4],
         int(sys.argv[5]),
     )
-    is_gone = os.environ["SPLITJAX_WORKER"] in gone.split(",")
-    if is_gone and os.environ["SPLITJAX_ATTEMPT"] != "0":
+    is_first, comes_back = os.environ["SPLITJAX_ATTEMPT"] == "0", gone.endswith("+")
+    is_gone = os.environ["SPLITJAX_WORKER"] in gone.rstrip("+").split(",") and (is_first or not comes_back)
+    if is_gone and not is_first:
         os.kill(os.getpid(), signal.SIGKILL)
     tx = optax.adam(1e-2)
 
@@ -73,6 +75,7 @@ def main() -> None:
 
         def batches():
             for number in range(done, last):
+                time.sleep(0.1 if comes_back else 0.0)
                 if number >= at and is_gone:
                     checkpoints.wait()
                     os.kill(os.getpid(), signal.SIGKILL)

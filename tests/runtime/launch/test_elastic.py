@@ -16,6 +16,7 @@ from splitjax.errors import LaunchError
 from splitjax.runtime import read_metrics
 from splitjax.runtime.launch import launch
 from splitjax.runtime.launch.output import Console
+from splitjax.runtime.launch.stages import Stage
 from tests.runtime.conftest import ROOT
 
 SCRIPT = pathlib.Path(__file__).parent / "elastic_worker.py"
@@ -62,6 +63,21 @@ def test_worker_0_that_is_gone_leaves_the_run_to_the_other(tmp_path):
     assert (chosen["step"], chosen["num_devices"], chosen["mesh"]) == (6, 1, "data=1")
     assert "1 of 2 workers are left" in chosen["mesh_reason"]
     assert "rows 0 to 23 of process 0 from step 6" in text and "rows 12 to 23 of process 1 from step 1" in text
+
+
+@linux
+def test_workers_of_a_restart_are_forked_and_read_their_programs(tmp_path):
+    outcome, text = run(tmp_path / "run", 2, 2, 10, "1+", 7, restarts=1)
+    assert outcome.status == 0, text
+    first, second = outcome.attempts
+    assert first.recovery is None and second.recovery.ahead and second.recovery.step == 6, text
+    stages = second.recovery.stages
+    assert sum(stages.values()) + second.recovery.ending_seconds <= second.recovery.seconds + 0.1
+    # Nothing is imported: what a fork takes, on a machine however busy, is far from what the first start took.
+    assert stages[Stage.IMPORT] < 0.5 * (second.started_unix_seconds - first.started_unix_seconds)
+    assert "back at step 6, " in text and "forked from a process started ahead" in text
+    assert list((tmp_path / "compiled").glob("splitjax-*")), "worker 1 kept no program"
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "m.jsonl")] == list(range(1, 11))
 
 
 @linux
