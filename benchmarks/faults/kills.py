@@ -142,5 +142,6 @@ def _fault(run: Launched, one: Struck, again: float | None) -> Fault:
         one.ended - sight.at,
         one.limit_seconds,
         None if again is None else again - sight.at,
+        note="" if again is None else run.stages(),
         problems=tuple(problems),
     )

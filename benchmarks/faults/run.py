@@ -24,6 +24,7 @@ TAG = "SPLITJAX_FAULTS_RUN"
 _LOOK_SECONDS = 0.004
 _SAVING = re.compile(r"([0-9]+)\.saving-[0-9a-f]+")
 _FORKED = re.compile(r"splitjax-([0-9]+)")  # the name of a worker that was forked from a process started ahead
+_BACK = re.compile(r"back at step [0-9]+, [0-9.]+ s after the failure was noticed: (.* s) \(")
 _RESUMED = re.compile(r"resumed from the checkpoint of step ([0-9]+)")
 # Dropout, augmentation, a schedule with a warm-up, tests between: all that a resume has to find again. Both workers are
 # needed for every step: the dense layers are split between them.
@@ -265,6 +266,12 @@ class Launched:
                 )
             time.sleep(_LOOK_SECONDS)
         return time.monotonic()
+
+    def stages(self) -> str:
+        """Where the time from the notice of the last failure to this attempt's first step went, as the launcher says;
+        empty where it has not said so yet."""
+        found = [m for _, line in self.lines[self._attempt_line :] if (m := _BACK.search(line))]
+        return found[-1][1] if found else ""
 
     def said(self, text: str) -> bool:
         """Whether this attempt's output has it."""

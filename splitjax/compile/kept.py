@@ -3,7 +3,8 @@
 JAX's persistent compilation cache is written by process 0 alone, for all: a program for GPUs or TPUs has the same name
 in each process. On CPU the name of an entry depends on the process (measured with jax 0.10.2: the fingerprint of its
 topology differs), so that every other process compiles anew whenever a run starts again. Theirs are kept here, in the
-same folder, by `jax.experimental.serialize_executable`, as JAX keeps its own.
+same folder, by `jax.experimental.serialize_executable`, as JAX keeps its own. Reading an executable runs what is in it:
+the folder has to be one into which nobody else writes, as JAX says of its cache.
 """
 
 from __future__ import annotations
@@ -91,7 +92,13 @@ def kept(program: Any, mesh: Mesh | AbstractMesh, has_static: bool) -> Any:
     """Returns `program`, a jitted one over `mesh`, as one that is kept where JAX keeps none: on CPU, in a process other
     than the first, with a cache. `has_static`: whether it has static operands, which an executable does not take."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or has_static or not isinstance(mesh, Mesh) or _compat.place_in_run()[0] == 0:
+    if (
+        not folder
+        or not jax.config.jax_enable_compilation_cache
+        or has_static
+        or not isinstance(mesh, Mesh)
+        or _compat.place_in_run()[0] == 0
+    ):
         return program
     return KeptProgram(program, pathlib.Path(folder), mesh) if platform_of(mesh) == "cpu" else program
 

@@ -16,6 +16,7 @@ from importlib import metadata
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+_ENTRY_ENDS_WITH = "-cache"  # what JAX calls a file of its own; anything else in the folder is left alone
 # JAX writes an entry in place: one that was written when its process was killed may be half of one.
 _WRITTEN_WITHIN_SECONDS = 2.0
 
@@ -52,7 +53,8 @@ def drop_unfinished(directory: pathlib.Path, killed_unix_seconds: float) -> None
         return
     for entry in entries:
         try:
-            if entry.is_file() and entry.stat().st_mtime >= killed_unix_seconds - _WRITTEN_WITHIN_SECONDS:
+            is_entry = entry.name.endswith(_ENTRY_ENDS_WITH) and entry.is_file()
+            if is_entry and entry.stat().st_mtime >= killed_unix_seconds - _WRITTEN_WITHIN_SECONDS:
                 os.unlink(entry.path)
         except OSError:
             pass  # another run has removed it

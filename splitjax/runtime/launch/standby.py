@@ -134,14 +134,15 @@ class Standby:
 
     def close(self) -> None:
         """Ends it, and with it what was forked from it. Can be called again."""
+        if self._errors < 0:
+            return
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, SIGKILL)
         self._process.wait()
         self._thread.join()
-        if self._errors >= 0:
-            os.close(self._errors)
-            self._errors = -1
-            self._link.close()
+        os.close(self._errors)
+        self._errors = -1
+        self._link.close()
 
     def _hear(self) -> None:
         while True:

@@ -67,6 +67,7 @@ class Starter:
         self._program = python_program(command, base) if config.standby and network is None else None
         self._standby: Standby | None = None
         self._given_up = self._program is None or not config.starts_again
+        self._said_ready = False
         self.is_ahead: bool = False
 
     def begin(self, killed_unix_seconds: float | None) -> None:
@@ -111,6 +112,12 @@ class Starter:
         then."""
         if self._standby is not None and self._standby.is_over:
             self._end_standby(self._standby.why_over())
+        if self._standby is not None and self._standby.is_ready and not self._said_ready:
+            self._said_ready = True
+            self._say(
+                f"process {self._standby.pid}, started ahead {self._standby.seconds_to_ready:.1f} s ago, is ready:"
+                " workers of a restart are forked from it"
+            )
         if self._given_up or self._standby is not None:
             return
         times = [StageTimes.read(board, rank) for rank in range(num_processes)]

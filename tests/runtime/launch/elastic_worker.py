@@ -24,6 +24,16 @@ BATCH_SIZE = 24
 jax.config.update("jax_enable_x64", True)
 
 
+class Told:
+    """Prints every loss, also of steps that are done again."""
+
+    def step(self, row) -> None:
+        print(f"step {row['step']} has loss {row['loss'].hex()}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
 def batch_at(number: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(number)
     return {"x": rng.normal(size=(BATCH_SIZE, 12)), "y": rng.normal(size=(BATCH_SIZE, 3))}
@@ -85,7 +95,8 @@ def main() -> None:
         first = jax.process_index() == 0
         rows_read = f"rows {rows[0]} to {rows[-1]} of process {jax.process_index()} from step {done + 1}"
         print(f"on {dict(step.mesh.shape)}: {rows_read}", flush=True)
-        observers = [runtime.JsonLines(folder / "m.jsonl", done)] if first else []
+        observers = [Told()] if first else []
+        observers += [runtime.JsonLines(folder / "m.jsonl", done)] if first else []
         outcome = runtime.train(
             step,
             state,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
+import re
 import shutil
 import sys
 
@@ -76,6 +77,10 @@ def test_workers_of_a_restart_are_forked_and_read_their_programs(tmp_path):
     # Nothing is imported: what a fork takes, on a machine however busy, is far from what the first start took.
     assert stages[Stage.IMPORT] < 0.5 * (second.started_unix_seconds - first.started_unix_seconds)
     assert "back at step 6, " in text and "forked from a process started ahead" in text
+    told = re.findall(r"step (\d+) has loss (\S+)", text)
+    again = {step for step, _ in told if [number for number, _ in told].count(step) == 2}
+    assert again == {"6"} or again == {"6", "7"}, text  # by workers that were forked, and by others
+    assert len(set(told)) == 10
     assert list((tmp_path / "compiled").glob("splitjax-*")), "worker 1 kept no program"
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "m.jsonl")] == list(range(1, 11))
 
