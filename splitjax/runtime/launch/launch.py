@@ -238,7 +238,7 @@ class Run:
         workers: list[Worker] = []
         back: Recovery | None = None
         try:
-            starter.begin(failed_unix_seconds)
+            starter.begin(failed_unix_seconds, lambda: self._stop_signal is not None)
             for rank, worker_number in enumerate(ranks):
                 seat = Seat(rank, worker_number, len(ranks))
                 workers.append(self._spawn(seat, attempt, starter, output, events, board))

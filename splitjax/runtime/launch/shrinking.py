@@ -146,16 +146,17 @@ def _candidates(layout: RunLayout) -> Iterator[tuple[int, ...]]:
 
 
 def _cost(layout: RunLayout, sizes: Sequence[int]) -> tuple[float, ...]:
-    """What is worst first: how much more a device holds along axes that are no batch axes, along storage axes and
-    along data axes, then how few devices there are, and how far the axes are from their old proportions."""
-    more = {"other": 1.0, Role.STORAGE: 1.0, Role.DATA: 1.0}
+    """What is worst first: how much more a device holds because of axes that are no batch axes, of storage axes and of
+    data axes; how many other axes are shrunk although they are not stored over; and how few devices there are."""
+    more: dict[Role | None, float] = {None: 1.0, Role.STORAGE: 1.0, Role.DATA: 1.0}
     shrunk_others = 0
     for (name, old), new in zip(layout.axes, sizes, strict=True):
         role = layout.role(name)
-        shrunk_others += role not in _BATCH_ROLES and new < old
+        kind = role if role in _BATCH_ROLES else None
+        shrunk_others += kind is None and new < old
         if name in layout.stored:
-            more[role if role in _BATCH_ROLES else "other"] *= old / new
-    return (more["other"], more[Role.STORAGE], more[Role.DATA], shrunk_others, -math.prod(sizes))
+            more[kind] *= old / new
+    return (more[None], more[Role.STORAGE], more[Role.DATA], shrunk_others, -math.prod(sizes))
 
 
 def _reason(layout: RunLayout, axes: Sequence[tuple[str, int]], num_left: int, num_processes: int) -> str:

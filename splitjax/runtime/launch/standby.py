@@ -66,7 +66,8 @@ class Standby:
         self._is_ready = self._is_over = False
         self._forked: list[int] = []
         self._codes: dict[int, int] = {}
-        self._began, self.seconds_to_ready = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self.seconds_to_ready: float = 0.0
         self._thread = threading.Thread(target=self._hear, name="splitjax-launch-standby", daemon=True)
         self._thread.start()
 

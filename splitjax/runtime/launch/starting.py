@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from splitjax.runtime.network import DEVICE, Network
 # How long a process that is started ahead, and still imports when it is needed, is waited for: it has a lead over new
 # ones.
 _READY_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +72,18 @@ class Starter:
         self._said_ready = False
         self.is_ahead: bool = False
 
-    def begin(self, killed_unix_seconds: float | None) -> None:
+    def begin(self, killed_unix_seconds: float | None, is_stopping: Callable[[], bool]) -> None:
         """Prepares the start of an attempt: removes what the one before left half written, at `killed_unix_seconds`
-        (None for the first), and decides whether its workers are forked."""
+        (None for the first), and decides whether its workers are forked. A process that is started ahead and not ready
+        is waited for, unless `is_stopping` says that the run is to end."""
         if killed_unix_seconds is not None and self._config.starts_again:
             drop_unfinished(pathlib.Path(self._base[DIRECTORY]), killed_unix_seconds)
-        self.is_ahead = self._standby is not None and self._standby.wait_ready(_READY_SECONDS)
+        end = time.monotonic() + _READY_SECONDS
+        self.is_ahead = False
+        while self._standby is not None and not self._standby.is_over and time.monotonic() < end and not is_stopping():
+            self.is_ahead = self._standby.wait_ready(_LOOK_SECONDS)
+            if self.is_ahead:
+                break
 
     def start(self, seat: Seat, attempt: AttemptStart, files: WorkerFiles) -> Worker:
         """Starts the worker of a `seat` of an `attempt`, which gets `files`. Raises `OSError` where that fails."""
