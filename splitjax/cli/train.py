@@ -8,7 +8,8 @@ import dataclasses
 import os
 import pathlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
@@ -97,7 +98,7 @@ class Train(Traceback):
         initialize()
         process, num_processes = _compat.place_in_run()
         sizes = run_mesh(None if self.layout.mesh is None else dict(parse_mesh(self.layout.mesh).axes))
-        mesh = None if sizes is None else MeshShape.of(sizes)
+        mesh = None if sizes is None else MeshShape.of(cast("Mapping[str, int]", sizes))  # no networks on this line
         wanted = None if mesh is None else mesh.num_devices
         _session.start(parts.devices_per_process(wanted, num_processes), platform=self.layout.platform)
         first = process == 0

@@ -17,10 +17,10 @@ import pathlib
 import pickle
 import time
 import uuid
+from importlib import metadata
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, Mesh
 
@@ -91,10 +91,11 @@ class KeptProgram:
 def kept(program: Any, mesh: Mesh | AbstractMesh, has_static: bool) -> Any:
     """Returns `program`, a jitted one over `mesh`, as one that is kept where JAX keeps none: on CPU, in a process other
     than the first, with a cache. `has_static`: whether it has static operands, which an executable does not take."""
-    folder = jax.config.jax_compilation_cache_dir
+    flags: Any = jax.config  # most of whose flags type checkers do not know
+    folder = flags.jax_compilation_cache_dir
     if (
         not folder
-        or not jax.config.jax_enable_compilation_cache
+        or not flags.jax_enable_compilation_cache
         or has_static
         or not isinstance(mesh, Mesh)
         or _compat.place_in_run()[0] == 0
@@ -128,7 +129,7 @@ def _digest(text: str, mesh: Mesh) -> str:
     device = mesh.devices.flat[0]
     facts = (
         jax.__version__,
-        jaxlib.__version__,
+        metadata.version("jaxlib"),
         device.client.platform_version,
         os.environ.get("XLA_FLAGS", ""),
         [int(one.id) for one in mesh.devices.flat],
