@@ -36,7 +36,7 @@ from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
 from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
 from splitjax.step.traced import naming_axes
-from splitjax.sync.scheme import Link
+from splitjax.sync.costs.schemes import Link
 
 if TYPE_CHECKING:
     from splitjax.partial.advice import Advice

@@ -32,7 +32,7 @@ ROOMS = (
     "trace",
     "rules",
     "cost",
-    "sync",
+    "sync.costs",
     "partial",
     "report",
     "schedule.model",
@@ -42,6 +42,7 @@ ROOMS = (
     "schedule",
     "step",
     "planning",
+    "sync",
     "lower.gradient",
     "lower",
     "lower.products",
@@ -74,7 +75,13 @@ ROOMS = (
     "splitjax",
     "cli",
 )
-SAME_ROOM = {"_plan_json": "plan", "_plan_parts": "plan", "_plan_purpose": "plan", "runtime.network": "runtime.launch"}
+SAME_ROOM = {
+    "_plan_json": "plan",
+    "_plan_parts": "plan",
+    "_plan_purpose": "plan",
+    "runtime.network": "runtime.launch",
+    **dict.fromkeys(("sync.analysis", "sync.masks", "sync.profile"), "sync.costs"),
+}
 
 
 def modules() -> dict[str, pathlib.Path]:

@@ -22,7 +22,7 @@ from splitjax.cli._options import parse_roles
 from splitjax.cli._train_options import DataOptions, LayoutOptions, ModelOptions, OptimizerOptions, TrainingOptions
 from splitjax.errors import DataError, SplitjaxError
 from splitjax.runtime.training.placing import batch_layout
-from splitjax.sync import ByRows
+from splitjax.sync.costs.schemes import ByRows
 
 # Models of small images: three channels of 32x32 pixels.
 _IMAGE_SIZE, _CHANNELS = 32, 3

@@ -43,8 +43,8 @@ from splitjax.planning.partial_step import PartialStep, find_partial, stages_of
 from splitjax.primitives.walk import equation_at
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.traced import trace_step
+from splitjax.sync.costs.schemes import Link
 from splitjax.sync.link import measure_link, of_process_0
-from splitjax.sync.scheme import Link
 
 
 def advise_calls(

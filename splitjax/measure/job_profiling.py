@@ -30,8 +30,8 @@ from splitjax.primitives.walk import equation_at
 from splitjax.schedule.model.jobs import Depth, JobProfile, Stages
 from splitjax.step.arguments import bind
 from splitjax.step.traced import trace_step
+from splitjax.sync.costs.schemes import Link
 from splitjax.sync.link import measure_link, of_process_0
-from splitjax.sync.scheme import Link
 
 _ENOUGH = 1e-9  # a share that falls short of the whole by so little is the whole
 

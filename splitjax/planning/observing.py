@@ -32,13 +32,12 @@ from splitjax.planning.tables.finding import Chosen, gradient_in_loop
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.tables.sync_request import AUTO, SyncRequest
 from splitjax.planning.tables.table_sync import TableSync
-from splitjax.sync.choose import candidates, choose
-from splitjax.sync.dense import Dense
-from splitjax.sync.description import Exchange, name_of, options_of, sizes_of
-from splitjax.sync.owner import OwnerSharded, plan_owner
+from splitjax.sync.costs.choose import candidates, choose
+from splitjax.sync.costs.dense import DenseCosts
+from splitjax.sync.costs.exchange import ByScheme, Exchange, seen, sizes_of
+from splitjax.sync.costs.schemes import Link, SchemeCosts
 from splitjax.sync.profile import Sparsity, measure
 from splitjax.sync.profile import Table as Costs
-from splitjax.sync.scheme import Capacities, Link, Scheme
 from splitjax.trace.graph import itemsize
 from splitjax.trace.tables import LookupTable
 
@@ -125,7 +124,7 @@ class TableObserver:
 class TableDecision:
     """Says how each table is synchronised from now on.
 
-    **Attributes:** `chosen`: by table, its exchange and capacities. `why`: by table, the reason, for the plan.
+    **Attributes:** `chosen`: by table, its exchange, with capacities. `why`: by table, the reason, for the plan.
     `is_whole`: whether these reasons are those of a plan, which says there what changes the numbers too.
     """
 
@@ -145,48 +144,34 @@ def decide(
     **Arguments:** `step`: the tables of the step. `request`: how they are to be synchronised. `samples`: by table, the
     ids of every observed step (`TableObserver.take_samples`). `links`: the links between workers along mesh axes, for
     all of `axes_to_measure`."""
-    chosen: dict[str, tuple[Exchange, Capacities]] = {}
+    chosen: dict[str, Exchange] = {}
     why = {}
     for table in step.tables:
         sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param).scheme
-        scheme = table.scheme
-        if table.is_owned:
-            assert isinstance(scheme, OwnerSharded), "rows that workers own are exchanged by their owners"
-            capacities = plan_owner(sparsity, scheme.ownership)
-            chosen[table.param] = dataclasses.replace(scheme, capacities=capacities), capacities
-            busiest = max(sparsity.skewness, 1.0)
-            hint = "; ids that are sorted by frequency load the first owners: hash them once" if busiest > 2 else ""
-            why[table.param] = (
-                "each worker owns its rows: those read are pulled, gradients pushed; the busiest owner has"
-                f" {busiest:.2f} times the mean{hint}"
-            )
-            continue
-        seen = f"capacities from {len(samples[table.param])} steps, density {sparsity.density:.3g}"
-        if asked != AUTO:
-            assert isinstance(scheme, Scheme), "rows that no worker owns are exchanged by a scheme"
-            chosen[table.param], why[table.param] = (scheme, scheme.plan(sparsity)), f"asked for; {seen}"
+        if table.exchange.pulls or asked != AUTO:
+            chosen[table.param], why[table.param] = table.exchange.planned(sparsity), table.exchange.reason(sparsity)
             continue
         choice = choose(sparsity, links.get(table.axes, Link(0.0, float("inf"))), _candidates(step, table))
-        chosen[table.param] = choice.scheme, choice.best.capacities
-        why[table.param] = f"chosen: {choice.reason}; {seen}"
+        chosen[table.param] = ByScheme(choice.scheme, choice.best.capacities)
+        why[table.param] = f"chosen: {choice.reason}; {seen(sparsity)}"
     return TableDecision(chosen, why)
 
 
 def axes_to_measure(step: SparseStep, request: SyncRequest) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes whose links `decide` asks for: those between the workers of tables whose scheme is to be
     chosen, in the order of the tables. `step`, `request`: as for `decide`."""
-    chosen = (table for table in step.tables if not table.is_owned and request.of(table.param).scheme == AUTO)
+    chosen = (table for table in step.tables if not table.exchange.pulls and request.of(table.param).scheme == AUTO)
     return tuple(dict.fromkeys(table.axes for table in chosen if table.num_workers > 1))
 
 
-def _candidates(step: SparseStep, table: TableSync) -> list[Scheme]:
+def _candidates(step: SparseStep, table: TableSync) -> list[SchemeCosts]:
     """Returns the schemes that `auto` may choose for a table: no dense one where that would change what a lazy update
     computes, and, where rows are split, none whose devices would not agree on what was touched."""
     is_lazy, is_split = step.table_of(table).update is None, bool(spec_axes(table.row_spec))
     return [
         scheme
         for scheme in candidates()
-        if not (is_lazy and isinstance(scheme, Dense)) and not (is_split and scheme.needs_whole_rows)
+        if not (is_lazy and isinstance(scheme, DenseCosts)) and not (is_split and scheme.needs_whole_rows)
     ]
 
 
@@ -281,7 +266,7 @@ def sync_plans(
             entries.append(
                 SyncPlan(
                     traced.param,
-                    Dense.name,
+                    DenseCosts.name,
                     "+".join(decided.batch_axes),
                     traced.num_rows,
                     dense_bytes,
@@ -293,33 +278,25 @@ def sync_plans(
         sizes = Costs(table.num_rows, table.row_size, itemsize(table.dtype), table.num_workers)
         sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
         if decision is not None:
-            sent = _predicted_bytes(table, sizes)
+            sent = table.exchange.predicted_bytes(sizes)
             why = decision.why[traced.param]
         if decision is None or not decision.is_whole:
             why = "; ".join((*_changes(table, traced), why))
         entries.append(
             SyncPlan(
                 traced.param,
-                name_of(table.scheme),
+                table.exchange.name,
                 "+".join(table.axes),
                 traced.num_rows,
                 sent if table.num_workers > 1 else 0,
                 dense_bytes,
                 why,
                 traced.update is None,
-                options_of(table.scheme),
-                {} if table.capacities is None else sizes_of(table.capacities),
+                table.exchange.options,
+                sizes_of(table.capacities),
             )
         )
     return tuple(entries)
-
-
-def _predicted_bytes(table: TableSync, sizes: Costs) -> int:
-    """Returns what a worker sends for a table of these sizes, once its exchange is decided."""
-    if isinstance(table.scheme, OwnerSharded):
-        return table.scheme.predicted_bytes(sizes)
-    assert table.capacities is not None, "a decision gives capacities to every table that is synchronised by rows"
-    return table.scheme.predicted_bytes(table.capacities, sizes)
 
 
 def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
@@ -327,5 +304,5 @@ def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
     if traced.update is None:
         yield f"lazy, which changes the numbers: {traced.reason}"
     if table.wire_dtype:
-        read = ", and the rows that are read" if table.is_owned else ""
+        read = ", and the rows that are read" if table.exchange.pulls else ""
         yield f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}"

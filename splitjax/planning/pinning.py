@@ -18,9 +18,9 @@ from splitjax.planning.draft import Draft
 from splitjax.planning.observing import TableDecision, note_without_tables, sync_plans
 from splitjax.planning.tables.finding import find_sparse
 from splitjax.planning.tables.sync_request import AUTO, SyncRequest
-from splitjax.sync.dense import Dense
-from splitjax.sync.description import OWNED, exchange_of, name_of, options_of
-from splitjax.sync.scheme import ByRows
+from splitjax.sync.costs.dense import DenseCosts
+from splitjax.sync.costs.exchange import OWNED, exchange_of
+from splitjax.sync.costs.schemes import ByRows
 from splitjax.trace.graph import Graph
 
 logger: logging.Logger = logging.getLogger("splitjax")
@@ -91,7 +91,7 @@ def _request_of(syncs: Sequence[SyncPlan]) -> SyncRequest:
     # Of a table with owners the layout decides that it has them; "auto" stands for whatever the plan has.
     return SyncRequest(
         tuple(
-            (glob.escape(sync.param), ByRows(Dense() if sync.scheme == Dense.name else AUTO, sync.lazy))
+            (glob.escape(sync.param), ByRows(DenseCosts() if sync.scheme == DenseCosts.name else AUTO, sync.lazy))
             for sync in syncs
         )
     )
@@ -126,27 +126,27 @@ def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, requ
         param, there, table = here.param, sync_of[here.param], by_rows.get(here.param)
         if there.rows != here.rows:
             return f"{param!r} has {there.rows} rows in the {where} and {here.rows} in the step"
-        if there.scheme == Dense.name and (table is None or known.decides):
+        if there.scheme == DenseCosts.name and (table is None or known.decides):
             continue
         if table is None:
             return f"{param!r} is synchronised by {there.scheme} in the {where} and stays dense in the step: {here.why}"
-        if (there.scheme == OWNED) != table.is_owned and there.scheme != Dense.name:
+        if (there.scheme == OWNED) != table.exchange.pulls and there.scheme != DenseCosts.name:
             not_there, not_here = ("", "not ") if there.scheme == OWNED else ("not ", "")
             return f"{param!r} is {not_there}owned by rows in the {where} and {not_here}in the step"
-        if there.scheme != Dense.name and there.axis != here.axis:
+        if there.scheme != DenseCosts.name and there.axis != here.axis:
             return (
                 f"{param!r} is synchronised over {there.axis or 'nothing'} in the {where} and over"
                 f" {here.axis or 'nothing'} in the step"
             )
-        if there.scheme != Dense.name and there.lazy != here.lazy:
+        if there.scheme != DenseCosts.name and there.lazy != here.lazy:
             return (
                 f"the update of {param!r} is {'' if there.lazy else 'not '}lazy in the {where} and"
                 f" {'' if here.lazy else 'not '}in the step"
             )
         # A scheme that is asked for by name is the one that is wanted; of a table with owners only how values are sent.
-        exchange = known.decision.chosen[param][0]
-        is_asked = not known.decides and (table.is_owned or request.of(param).scheme != AUTO)
-        if is_asked and (name_of(exchange), options_of(exchange)) != (here.scheme, dict(here.options)):
+        exchange = known.decision.chosen[param]
+        is_asked = not known.decides and (table.exchange.pulls or request.of(param).scheme != AUTO)
+        if is_asked and (exchange.name, exchange.options) != (here.scheme, dict(here.options)):
             asked = f"{here.scheme} {dict(here.options)} is asked for"
             return f"{param!r} is synchronised by {there.scheme} {dict(there.options)} in the {where}, and {asked}"
     return ""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from splitjax.plan import Plan
     from splitjax.roles import Role
     from splitjax.rules import RuleSet
-    from splitjax.sync.scheme import ByRows, Scheme
+    from splitjax.sync.costs.schemes import ByRows, SchemeCosts
 
 # The rule sets in `sharding_rules/`. Rules of one's own come as a `RuleSet` or as the path of a TOML file.
 RuleSetName: TypeAlias = Literal["splitbrain", "megatron", "transformer", "fsdp", "data_parallel", "embedding_owner"]
@@ -57,7 +57,7 @@ class ParallelizeOptions(TypedDict, total=False):
     roles: Mapping[str, RoleName | Role] | None
     rules: RuleSetName | str | os.PathLike[str] | RuleSet
     group_comm: GroupComm
-    sync: SyncName | Scheme | ByRows | Mapping[str, SyncName | Scheme | ByRows]
+    sync: SyncName | SchemeCosts | ByRows | Mapping[str, SyncName | SchemeCosts | ByRows]
     backprop: PartialBackprop | None
     shard_state: bool
     donate: bool

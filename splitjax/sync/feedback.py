@@ -14,10 +14,12 @@ from typing import Any
 
 from jax import Array
 
+from splitjax.sync.costs.capacities import Capacities
 from splitjax.sync.local import take_rows
 from splitjax.sync.row_exchange import RowExchange
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Capacities, Stats, finish_into
+from splitjax.sync.running import Stats
+from splitjax.sync.synchronising import finish_into
 from splitjax.sync.wire import Axis
 
 
@@ -30,7 +32,7 @@ def synchronise_rounded(
     carry: Any,
     then: Callable[[RowSparse, Any], Any],
 ) -> tuple[Any, Array, Stats]:
-    """Synchronises rows with a scheme that has a `wire_dtype`, with error feedback (`scheme.synchronise_into`
+    """Synchronises rows with a scheme that has a `wire_dtype`, with error feedback (`synchronising.synchronise_into`
     without).
 
     **Arguments:**

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from splitjax.sync import wire
-from splitjax.sync.scheme import Link
+from splitjax.sync.costs.schemes import Link
 
 _SMALL_BYTES, _LARGE_BYTES, _MOST_BYTES = 4, 1 << 20, 1 << 23
 _ROUNDS = 5

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from splitjax import kernels
@@ -191,19 +189,11 @@ def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Ar
     return order[:-1].reshape(num_groups, capacity), counts
 
 
-@overload
-def compact(ids: np.ndarray, capacity: int, size: int) -> np.ndarray: ...
-@overload
-def compact(ids: Array, capacity: int, size: int) -> Array: ...
-def compact(ids: Array | np.ndarray, capacity: int, size: int) -> Array | np.ndarray:
-    """Keeps the `ids` below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`; a
-    numpy vector in numpy.
+def compact(ids: Array, capacity: int, size: int) -> Array:
+    """Keeps the `ids` below `size` of i32[..., m], in their order: i32[..., capacity], filled up with `size`.
 
     `capacity` is the length of the result.
     """
-    if isinstance(ids, np.ndarray):
-        kept = ids[ids < size][:capacity]
-        return np.pad(kept, (0, capacity - kept.size), constant_values=size)
     if ids.ndim == 2:
         return jax.vmap(lambda list_ids: compact(list_ids, capacity, size))(ids)
     slots = jnp.where(ids < size, kernels.running_sum((ids < size).astype(jnp.int32)) - 1, capacity)

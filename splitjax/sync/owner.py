@@ -18,42 +18,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from splitjax.errors import SyncError
 from splitjax.sync import wire
-from splitjax.sync.codes import IdCode, always
+from splitjax.sync.codes import decode, encode
+from splitjax.sync.costs.codes import IdCode, always
+from splitjax.sync.costs.owner import OwnerShardedCosts
+from splitjax.sync.costs.partition import Partition
 from splitjax.sync.local import rounded_away, send_order, set_rows, sum_rows, take_rows, unite
-from splitjax.sync.partition import Partition
-from splitjax.sync.profile import Sparsity, Table
 from splitjax.sync.rows import RowSparse
-from splitjax.sync.scheme import Capacities, local_capacity, once, roomy
+from splitjax.sync.synchronising import once
 from splitjax.sync.wire import Axis
 
-_FLAG_BYTES = 4
 AGAIN: str = "splitjax:again"  # the name scope of further passes, which hardly ever run
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnerSharded:
-    """The exchange of one owner-sharded table of `num_rows` rows over an axis.
-
-    **Attributes:**
-
-    - `num_rows`: of the logical table. `capacities`: `push`, `pull` and `local` (0: room for all) count; see
-      `plan_owner`.
-    - `ownership`: `strided`, which balances ids that are sorted by frequency, or `range`, in which an array that is cut
-      into equal parts already lies.
-    - `pattern`: `all_to_all`, `ppermute` or `auto`: see `wire.PATTERNS`. `wire_dtype`: dtype of rows on the wire; None:
-      as they are. A smaller one changes the numbers.
-    """
-
-    num_rows: int
-    capacities: Capacities
-    pattern: str = "auto"
-    wire_dtype: str | None = None
-    ownership: str = "strided"
+class OwnerSharded(OwnerShardedCosts):
+    """The exchange of one owner-sharded table of `num_rows` rows over an axis, as it runs; `costs.owner` says what its
+    options are, and what it costs."""
 
     def read(self, shard: Array, ids: Array, axis: Axis) -> tuple[Array, Array, Requests]:
         """Reads the rows of lookups, however many rows that is: `unite`, `request` and `pull` in one.
@@ -100,7 +84,7 @@ class OwnerSharded:
         if is_cut:  # said by the sign, as a number of its own would be one more array in the message
             passes = jnp.where(count > ids.size, -passes, passes)
         (codes, passes), sources = wire.exchange([codes, jnp.full((n,), passes)], axis, self.pattern)
-        asked = code.decode(codes)[jnp.argsort(sources)]
+        asked = decode(code, codes)[jnp.argsort(sources)]
         owned, slots, count = unite(asked, partition.size, self.capacities.pull)
         return Requests(
             ids, order, asked, owned, slots, count, jnp.abs(passes).max(), (passes < 0).any() if is_cut else None
@@ -129,7 +113,7 @@ class OwnerSharded:
             rows, waiting = state
             order, codes, _ = self._ask(requests.ids, waiting, partition, code)
             (codes,), sources = wire.exchange([codes], axis, self.pattern)
-            rows, _ = self._answer(rows, shard, code.decode(codes)[jnp.argsort(sources)], order, fits, axis)
+            rows, _ = self._answer(rows, shard, decode(code, codes)[jnp.argsort(sources)], order, fits, axis)
             return rows, waiting.at[order].set(False, mode="drop")
 
         waiting = (requests.ids < self.num_rows).at[requests.order].set(False, mode="drop")
@@ -216,19 +200,13 @@ class OwnerSharded:
         total = sum_rows(every.reshape(-1, *values.shape[1:]), slots.reshape(-1), room, values.dtype, has_no_gaps=True)
         return RowSparse(unique, total, count, partition.size)
 
-    def predicted_bytes(self, table: Table) -> int:
-        """Returns what a worker of `table` sends in a request, a pull and a push that fit, padding included."""
-        code = always(self.capacities.push, Partition(self.ownership, table.num_rows, table.num_workers).size)
-        row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
-        return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
-
     def _ask(self, ids: Array, waiting: Array, partition: Partition, code: IdCode) -> tuple[Array, Array, Array]:
         """For each owner the rows that it is asked for next: where they stand in `ids`, their codes; passes needed in
         all."""
         n = partition.num_owners
         order, counts = send_order(jnp.where(waiting, partition.owner(ids), n), n, code.capacity)
         positions = jnp.concatenate([partition.position(ids), jnp.full((1,), partition.size, jnp.int32)])[order]
-        codes, _ = code.encode(positions, jnp.minimum(counts, code.capacity))
+        codes, _ = encode(code, positions, jnp.minimum(counts, code.capacity))
         return order, codes, jnp.max(-(-counts // code.capacity))
 
     def _answer(
@@ -245,6 +223,11 @@ class OwnerSharded:
 
     def _partition(self, axis: Axis) -> Partition:
         return Partition(self.ownership, self.num_rows, lax.axis_size(axis))
+
+
+def owner_sharded(costs: OwnerShardedCosts) -> OwnerSharded:
+    """Returns the exchange of which `costs` says what it costs, as it runs."""
+    return OwnerSharded(**{field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)})
 
 
 @jax.tree_util.register_dataclass
@@ -272,21 +255,6 @@ class Requests:
     num_passes: Array
     lacks: Array | None = None
     fits: Array | None = None
-
-
-def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
-    """Returns capacities for steps such as those of `sparsity`, with some room for chance; `ownership` is
-    `OwnerSharded`'s."""
-    partition = Partition(ownership, sparsity.table.num_rows, sparsity.num_workers)
-    pair = owned = 0
-    for step in sparsity.samples:
-        counts = [
-            np.bincount(partition.owner(ids), minlength=partition.num_owners)
-            for ids in (*step, np.unique(np.concatenate(step)))
-        ]
-        pair, owned = max(pair, *(int(count.max()) for count in counts[:-1])), max(owned, int(counts[-1].max()))
-    push, pull = (roomy(largest, partition.size) for largest in (pair, owned))
-    return Capacities(local=local_capacity(sparsity), push=push, pull=pull)
 
 
 def shard_table(table: Array, num_workers: int) -> Array:

@@ -1,70 +1,33 @@
 """`recursive_doubling` (SparCML, Renggli et al., SC'19): partners swap sparse partial sums, which turn dense when they
-fill."""
+fill.
+
+This worker's rows go in, the sum comes out. What that costs stands in `costs.recursive_doubling`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from splitjax import kernels
-from splitjax.errors import SyncError
 from splitjax.sync import wire
+from splitjax.sync.costs.capacities import Capacities
+from splitjax.sync.costs.recursive_doubling import RecursiveDoublingCosts, num_rounds
 from splitjax.sync.local import take_rows
-from splitjax.sync.profile import Sparsity, Table
+from splitjax.sync.profile import Table
 from splitjax.sync.rows import RowSparse, merge
-from splitjax.sync.scheme import (
-    Attempt,
-    Capacities,
-    Scheme,
-    check_levels,
-    local_capacity,
-    partial_capacity,
-    register_scheme,
-    union_capacity,
-)
+from splitjax.sync.running import Attempt, Scheme, check_levels, register_scheme
 from splitjax.sync.wire import Axis
-
-_ID_BYTES, _VERDICT_BYTES = 4, 4
 
 
 @register_scheme
 @dataclasses.dataclass(frozen=True)
-class RecursiveDoubling(Scheme):
-    """Sum over rounds i of U(2^i) (w + 4) bytes: Zen's 2dM sum gamma^(2^(i-1)) with an index a row (arXiv 2309.13254).
-
-    In round i partners 2^i apart swap the sums of 2^i workers each. With n workers, not a power of two, those from the
-    largest power on hand their rows to a partner first, and get the result from it at the end (section 5.3 of SparCML).
-
-    `dense_above`: rounds whose partial sums fill more than this share of the rows swap whole tables, and so do all
-    later ones. None: where that is fewer bytes, which is SparCML's threshold: half of the values where each has an
-    index, nearly all rows where a row has one. Raises `SyncError` for what is no share.
-    """
-
-    name: ClassVar[str] = "recursive_doubling"
-    dense_above: float | None = None
-
-    def __post_init__(self) -> None:
-        share = self.dense_above
-        if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
-            raise SyncError(
-                "not a share of the rows",
-                value=share,
-                place="RecursiveDoubling(dense_above=...)",
-                remedy="a number from 0 to 1, or None",
-            )
-
-    def plan(self, sparsity: Sparsity) -> Capacities:
-        """Returns room for the partial sums of every round in steps such as those of `sparsity`."""
-        n, rounds = sparsity.num_workers, _num_rounds(sparsity.num_workers)
-        folded = n > 1 << rounds  # then a partner's sum is of up to twice as many workers
-        levels = [partial_capacity(sparsity, 1)] if folded else []
-        for i in range(rounds):
-            levels.append(max([partial_capacity(sparsity, min(n, (1 + folded) << i)), *levels]))
-        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity), levels=tuple(levels))
+class RecursiveDoubling(RecursiveDoublingCosts, Scheme):
+    """The scheme `recursive_doubling` as it runs. Its options are those of `RecursiveDoublingCosts`, which says what it
+    costs."""
 
     def attempt(self, local: RowSparse, axis: Axis, capacities: Capacities) -> Attempt:
         """Swaps partial sums between partners 1, 2, 4, ... apart.
@@ -73,8 +36,8 @@ class RecursiveDoubling(Scheme):
         is; see `Scheme.attempt`.
         """
         n, me = lax.axis_size(axis), lax.axis_index(axis)
-        power = 1 << _num_rounds(n)
-        check_levels(self, capacities, _num_rounds(n) + (n > power))
+        power = 1 << num_rounds(n)
+        check_levels(self, capacities, num_rounds(n) + (n > power))
         table = Table(local.num_rows, math.prod(local.values.shape[1:]), local.values.dtype.itemsize, n)
         rest, rooms = n - power, (*capacities.levels, capacities.union)
         state = _Partial.sparse(local.padded(rooms[0]), ~local.overflowed)
@@ -95,60 +58,6 @@ class RecursiveDoubling(Scheme):
             state = state.where(me < power, final)
         rows, fits = state.rows(capacities.union)
         return Attempt(rows, fits & ~rows.overflowed, sent)
-
-    def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
-        """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""
-        return sum(self._swapped_bytes(capacities, table)) + sum(self._folded_bytes(capacities, table))
-
-    def _swapped_bytes(self, capacities: Capacities, table: Table) -> list[int]:
-        """Returns the bytes of each round's message."""
-        levels = capacities.levels[1:] if self._folded(table) else capacities.levels
-        return [_message_bytes(level, table, whole) for level, whole in zip(levels, self._dense_rounds(levels, table))]
-
-    def _folded_bytes(self, capacities: Capacities, table: Table) -> list[int]:
-        """Returns the bytes of the message that a worker past the last power of two sends first, and of the one that
-        it gets in the end."""
-        if not self._folded(table):
-            return []
-        is_dense = any(self._dense_rounds(capacities.levels[1:], table))
-        return [_message_bytes(capacities.levels[0], table, False), _message_bytes(capacities.union, table, is_dense)]
-
-    def _dense_rounds(self, levels: tuple[int, ...], table: Table) -> list[bool]:
-        dense = [self._is_dense(level, table) for level in levels]
-        return [any(dense[: i + 1]) for i in range(len(dense))]
-
-    @staticmethod
-    def _folded(table: Table) -> int:
-        return table.num_workers - (1 << _num_rounds(table.num_workers))
-
-    def formula_bytes(self, sparsity: Sparsity) -> float:
-        """Returns the bytes that the class's formula gives for `sparsity`, without padding."""
-        per_row, n = sparsity.table.row_bytes + _ID_BYTES, sparsity.num_workers
-        rounds = _num_rounds(n)
-        doubled = sum(min(sparsity.union(min(1 << i, n)) * per_row, sparsity.table.num_bytes) for i in range(rounds))
-        return doubled + (min(sparsity.union(n) * per_row, sparsity.table.num_bytes) if n > 1 << rounds else 0)
-
-    def num_messages(self, capacities: Capacities, table: Table) -> int:
-        """Returns how many messages a worker sends one after the other for a `table` with these `capacities`, on
-        CPU."""
-        return sum(wire.shift_messages(2, 1, size) for size in self._swapped_bytes(capacities, table)) + len(
-            self._folded_bytes(capacities, table)
-        )
-
-    def _is_dense(self, rows: int, table: Table) -> bool:
-        if self.dense_above is None:
-            return _message_bytes(rows, table, True) < _message_bytes(rows, table, False)
-        return rows > self.dense_above * table.num_rows
-
-
-def _message_bytes(rows: int, table: Table, is_dense: bool) -> int:
-    if is_dense:
-        return table.num_bytes + 4 * kernels.num_words(table.num_rows) + _VERDICT_BYTES
-    return rows * (table.row_bytes + _ID_BYTES) + 4 + _VERDICT_BYTES
-
-
-def _num_rounds(num_workers: int) -> int:
-    return num_workers.bit_length() - 1
 
 
 @dataclasses.dataclass(frozen=True)

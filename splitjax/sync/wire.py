@@ -15,21 +15,33 @@ from jax import Array, lax
 
 from splitjax import kernels
 from splitjax.errors import SyncError
+from splitjax.sync.costs.messages import (
+    MOST_AT_ONCE,
+    PATTERNS,
+    doubles,
+    exchange_messages,
+    gather_messages,
+    shift_messages,
+    swapped_parts,
+)
 from splitjax.sync.local import as_matrix, take_rows
 
 Axis = str | tuple[str, ...]
-# How a push goes. "kernel" is `kernels.exchange_rows`, for rows alone. "auto": on TPU and GPU one all-to-all, which
-# serves all links at once (the kernel for rows, on TPU, where it pays). On CPU, by gloo, all-to-all waits for nobody in
-# between, and permutations come nearer to the link's rate.
-PATTERNS: tuple[str, ...] = ("auto", "ppermute", "all_to_all", "kernel")
-# By `benchmarks sparse --only messages`, 16 processes behind links of 100 Mb/s: 15 messages of 14 KiB take 22 ms by
-# all-to-all and 40 by permutations, of 27 KiB 38 and 42, of 37 KiB 57 and 51. A gather in rounds that double takes 13
-# ms for 7 KiB, where the ring takes 36; for 32 KiB 77 and 44.
-_MOST_AT_ONCE, _MOST_DOUBLED = 28 << 10, 64 << 10  # bytes of one message
-# Two workers that swap messages with each other have one connection. Who comes second finds the other ready, sends at
-# once, and what says that it can receive waits behind that: large messages go one after the other (1 MiB each way takes
-# 156 ms, in parts 94; 256 KiB 24).
-_MOST_SWAPPED, _MOST_PARTS = 256 << 10, 512  # bytes of one part; parts, each of which is an operation of the program
+# What schemes of other packages ask for the messages of their formulas, beside the messages themselves.
+__all__ = [
+    "PATTERNS",
+    "Axis",
+    "exchange",
+    "exchange_messages",
+    "gather",
+    "gather_messages",
+    "gather_by_doubling",
+    "pack",
+    "permute",
+    "push_rows",
+    "shift_messages",
+    "unpack",
+]
 
 
 def pack(arrays: Sequence[Array], num_lead: int) -> Array:
@@ -81,7 +93,7 @@ def exchange(blocks: Sequence[Array], axis: Axis, pattern: str) -> tuple[list[Ar
         functools.partial(_exchange_in_rounds, axis=axis),
     )
     if pattern == "auto":
-        on_cpu = at_once if _num_bytes(message, 1) <= _MOST_AT_ONCE else in_rounds
+        on_cpu = at_once if _num_bytes(message, 1) <= MOST_AT_ONCE else in_rounds
         received, sources = kernels.dispatch(on_cpu, message, tpu=at_once, gpu=at_once)
     else:
         received, sources = (at_once if pattern == "all_to_all" else in_rounds)(message)
@@ -160,37 +172,10 @@ def gather(parts: Sequence[Array], axis: Axis) -> list[Array]:
     doubling = functools.partial(gather_by_doubling, axis=axis)
     received = (
         kernels.dispatch(doubling, message, tpu=at_once, gpu=at_once)
-        if _doubles(n, _num_bytes(message, 0))
+        if doubles(n, _num_bytes(message, 0))
         else at_once(message)
     )
     return unpack(received, [part[None] for part in parts], 1)
-
-
-def gather_messages(n: int, num_bytes: int) -> int:
-    """Returns how many messages of a `gather` over `n` workers a worker waits for one after the other on CPU, for
-    parts of `num_bytes` bytes."""
-    return math.ceil(math.log2(n)) if _doubles(n, num_bytes) else n - 1
-
-
-def exchange_messages(n: int, num_bytes: int, pattern: str) -> int:
-    """Returns the same for an `exchange` or `push_rows` over `n` workers by `pattern`, for a worker's part of
-    `num_bytes` bytes. At once they take half the time."""
-    at_once = pattern in ("all_to_all", "kernel") or (pattern == "auto" and num_bytes <= _MOST_AT_ONCE)
-    return n // 2 if at_once else sum(shift_messages(n, shift, num_bytes) for shift in range(1, n))
-
-
-def shift_messages(n: int, shift: int, num_bytes: int) -> int:
-    """Returns the same where each of `n` workers sends `num_bytes` bytes to the one `shift` places further on: parts
-    of what two swap."""
-    return _swapped_parts(num_bytes) if 2 * shift == n else 1
-
-
-def _swapped_parts(num_bytes: int) -> int:
-    return max(1, min(math.ceil(num_bytes / _MOST_SWAPPED), _MOST_PARTS))
-
-
-def _doubles(n: int, num_bytes: int) -> bool:
-    return n > 2 and n // 2 * num_bytes <= _MOST_DOUBLED
 
 
 def gather_by_doubling(message: Array, *, axis: Axis) -> Array:
@@ -213,7 +198,7 @@ def permute(parts: Sequence[Array], axis: Axis, pairs: Sequence[tuple[int, int]]
 def _permuted(message: Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Array:
     """`lax.ppermute`; on CPU in parts where it is large and workers swap."""
     whole = lambda message: lax.ppermute(message, axis, pairs)
-    num_parts = _swapped_parts(_num_bytes(message, 0))
+    num_parts = swapped_parts(_num_bytes(message, 0))
     if num_parts < 2 or not any((to, start) in pairs for start, to in pairs if start != to):
         return whole(message)
 

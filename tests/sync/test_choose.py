@@ -8,7 +8,7 @@ import pytest
 from splitjax import sync
 from splitjax.errors import SyncError
 from splitjax.sync.choose import candidates, choose
-from splitjax.sync.partition import Partition
+from splitjax.sync.costs.partition import Partition
 
 
 def profile(num_rows, rows, workers, row_size, seed=0, power=0.0, steps=2):

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitjax.sync import local
-from splitjax.sync.codes import BITMAP, GAPS8, GAPS16, NUMBERS, IdCode, num_gap_codes, shortest
-from splitjax.sync.partition import KINDS, Partition
+from splitjax.sync.codes import decode, encode, spread
+from splitjax.sync.costs.codes import BITMAP, GAPS8, GAPS16, NUMBERS, IdCode, num_gap_codes, shortest
+from splitjax.sync.costs.partition import KINDS, Partition
 
 SIZE, CAPACITY = 1000, 12
 few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -62,8 +63,8 @@ def test_codes_are_inverted_or_say_that_they_do_not_fit(bits):
 
     @jax.jit
     def there_and_back(ids, count):
-        codes, fits = code.encode(ids[None], count[None])
-        return code.decode(codes)[0], fits[0], codes
+        codes, fits = encode(code, ids[None], count[None])
+        return decode(code, codes)[0], fits[0], codes
 
     @few
     @given(id_sets)
@@ -76,8 +77,8 @@ def test_codes_are_inverted_or_say_that_they_do_not_fit(bits):
         assert bool(fits) == enough
         if enough:
             np.testing.assert_array_equal(back, padded)
-            spread = np.asarray(code.spread(codes[None] if codes.ndim == 1 else codes))[0]
-            np.testing.assert_array_equal(spread[spread < SIZE], ids)
+            entries = np.asarray(spread(code, codes[None] if codes.ndim == 1 else codes))[0]
+            np.testing.assert_array_equal(entries[entries < SIZE], ids)
 
     check()
 

@@ -14,8 +14,9 @@ from splitjax import sync
 from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
+from splitjax.sync.costs.contributors import ON_HOST, contributors, holders_on_host
 from splitjax.sync.local import rounded_away
-from splitjax.sync.routes import contributors, holders_on_host
+from splitjax.sync.routes import ON_DEVICES
 
 NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
 
@@ -28,9 +29,9 @@ def test_owners_hold_their_rows_and_own_equally_many(n):
     cold = rng.random(rows) < 0.95
     quota = -(-int(cold.sum()) // n) + 10
     owner, place = found = owners_of(held, cold, quota)
-    for ours, theirs in zip(
-        jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), cold, n, quota), found, strict=True
-    ):
+    cold = np.ones(4000, bool)
+    on_devices = jax.jit(contributors, static_argnums=(2, 3, 4))(holders_of(held), cold, 4, 1000, ON_DEVICES)
+    for ours, theirs in zip(on_devices, found, strict=True):
         np.testing.assert_array_equal(ours[cold], theirs[cold])
     assert (owner[~cold] == n).all() and (owner[cold] < n).all()
     assert np.bincount(owner, minlength=n)[:n].max() <= quota
@@ -86,7 +87,9 @@ def test_rows_of_few_workers_go_to_others_that_have_room():
     assert np.bincount(owner, minlength=5).tolist() == [1000, 1000, 1000, 1000, 0]
     assert np.unique(owner * 1000 + place).size == 4000 and place.max() == 999
     for ours, theirs in zip(
-        jax.jit(contributors, static_argnums=(2, 3))(holders_of(held), np.ones(4000, bool), 4, 1000), found, strict=True
+        jax.jit(contributors, static_argnums=(2, 3, 4))(holders_of(held), np.ones(4000, bool), 4, 1000, ON_DEVICES),
+        found,
+        strict=True,
     ):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -96,7 +99,7 @@ def holders_of(held):
 
 
 def owners_of(held, cold, quota):
-    return contributors(holders_of(held), cold, len(held), quota, np)
+    return contributors(holders_of(held), cold, len(held), quota, ON_HOST)
 
 
 def random_batch(seed):

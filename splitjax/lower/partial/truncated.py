@@ -148,7 +148,7 @@ class Truncated:
         masked = list(results)
         for k, (table, dim) in enumerate(zip(tables, self.ids_dims, strict=True)):
             slots = step.depths.contributors(self.boundary.segments[len(eqn.invars) - len(tables) + k])
-            if dim is None or table.is_owned or len(slots) == step.depths.num_slots:
+            if dim is None or table.exchange.pulls or len(slots) == step.depths.num_slots:
                 continue
             is_sent = jnp.asarray([step.contributes(slots, number) for number in range(step.depths.num_cycle_steps)])[
                 self.cycle_step

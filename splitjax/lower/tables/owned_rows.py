@@ -14,21 +14,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
-from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
+from splitjax.lower.tables.around import LookedUp, Surroundings, placed
+from splitjax.lower.tables.collective_order import known_at_the_end
 from splitjax.lower.tables.table_rows import JOIN
 from splitjax.plan import spec_axes
 from splitjax.planning.tables.lookups import EditedLookup
 from splitjax.planning.tables.table_sync import TableSync, cut
-from splitjax.sync.description import by_owners
+from splitjax.sync.costs.capacities import Capacities
+from splitjax.sync.costs.exchange import ByOwners
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.local import sum_rows
-from splitjax.sync.owner import OwnerSharded, Requests
+from splitjax.sync.owner import OwnerSharded, Requests, owner_sharded
 from splitjax.sync.rows import RowSparse, normalised
-from splitjax.sync.scheme import Capacities, once
+from splitjax.sync.synchronising import once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Pulled:
     """The rows that a step asked the owners for, by worker (leading dims of all arrays are cut over them).
 
     - `table`: how the table is synchronised.
-    - `mesh`: the whole mesh.
+    - `around`: the exchanges of the step.
     - `rows`: per lookup f[*ids, *row].
     - `ids`: per lookup i[...].
     - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past
@@ -45,7 +47,7 @@ class Pulled:
     """
 
     table: TableSync
-    mesh: Mesh | AbstractMesh
+    around: Surroundings
     rows: tuple[Any, ...]
     ids: tuple[Any, ...]
     slots: Any
@@ -55,13 +57,21 @@ class Pulled:
         """Gives the rows of `lookup`, number `number` among those of the table, as its gather would give them."""
         return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
 
+    def push(self, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> OwnerSums:
+        """Sends the gradients of the pulled rows to their owners, who know which they were: `ids` are not sent again.
 
-def pull(table: TableSync, mesh: Mesh | AbstractMesh, order: CollectiveOrder, array: Any, ids: Sequence[Any]) -> Pulled:
-    """Pulls the rows that all lookups of a table read.
+        `ready`, `values`: as `RowsInStep.push` has them. `residual`: as there; every worker keeps what was rounded away
+        of all that it sends, its own rows' gradients too.
+        """
+        return _push(self, ready, values, residual)
 
-    **Arguments:** `table`, `mesh`: how the table is synchronised, and the whole mesh. `order`: of the collectives of
-    all tables of the step. `array`: the table, f[num_rows, *row]. `ids`: per lookup i[...], as the gathers have them.
-    """
+
+def begin_owned(around: Surroundings, looked_up: LookedUp) -> Pulled:
+    """Pulls the rows that all lookups of a table read. `around`: the exchanges of the step. `looked_up`: the table and
+    its lookups, whose ids are known."""
+    assert looked_up.ids is not None, "rows are pulled where ids are known before the forward pass"
+    ids = looked_up.ids
+    table = placed(looked_up.table, looked_up.loops, ids)
 
     def body(shard, numbers, ready):
         read, has_gradient = _read(table, numbers)
@@ -78,7 +88,7 @@ def pull(table: TableSync, mesh: Mesh | AbstractMesh, order: CollectiveOrder, ar
     spec = PartitionSpec(table.axes)
     run = jax.shard_map(
         body,
-        mesh=mesh,
+        mesh=around.mesh,
         check_vma=False,
         in_specs=(
             PartitionSpec(table.axes, *row_spec),
@@ -93,9 +103,9 @@ def pull(table: TableSync, mesh: Mesh | AbstractMesh, order: CollectiveOrder, ar
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, slots, requests, ended = run(array, list(ids), order.ready())
-    order.join(ended)
-    return Pulled(table, mesh, rows, tuple(ids), slots, requests)
+        rows, slots, requests, ended = run(looked_up.array, list(ids), around.order.ready())
+    around.order.join(ended)
+    return Pulled(table, around, rows, tuple(ids), slots, requests)
 
 
 def _read(table: TableSync, ids: Sequence[Any]) -> tuple[Any, Any]:
@@ -138,8 +148,7 @@ class OwnerSums:
     """The sum of the gradients of each owner's rows, and what is needed where there was no room for everything.
 
     - `table`: how the table is synchronised.
-    - `mesh`: the whole mesh.
-    - `order`: of the collectives of all tables of the step.
+    - `around`: the exchanges of the step.
     - `lookups`: per lookup ids and per lookup cotangents, from which the sum is computed anew where there was no room.
     - `positions`: i32[n * pull], the rows in their owner's part.
     - `values`: f[n * pull, *row], the sums of their gradients.
@@ -151,8 +160,7 @@ class OwnerSums:
     """
 
     table: TableSync
-    mesh: Mesh | AbstractMesh
-    order: CollectiveOrder
+    around: Surroundings
     lookups: tuple[Sequence[Any], Sequence[Any]]
     positions: Any
     values: Any
@@ -205,7 +213,7 @@ class OwnerSums:
         """Runs `body(the owner's rows, fits, the same from all workers' rows, leaves, other arrays)` on each owner:
         gives its result, and `_ended`."""
         table = self.table
-        manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.mesh.axis_names)
+        manual = table.row_axes if spec_axes(table.row_spec) else tuple(self.around.mesh.axis_names)
         spec, lookups = PartitionSpec(table.row_axes), [cut(lookup.dim, table.axes) for lookup in table.lookups]
 
         def inside(positions, values, fits, looked, asked, state, arrays):
@@ -214,7 +222,7 @@ class OwnerSums:
 
         run = jax.shard_map(
             inside,
-            mesh=self.mesh,
+            mesh=self.around.mesh,
             axis_names=frozenset(manual),
             check_vma=False,
             out_specs=(out_specs, PartitionSpec()),
@@ -228,8 +236,8 @@ class OwnerSums:
                 PartitionSpec(),
             ),
         )
-        fits, looked = self.order.next(self.fits), tuple(map(list, self.lookups))
-        out, self.order.token = run(
+        fits, looked = self.around.order.next(self.fits), tuple(map(list, self.lookups))
+        out, self.around.order.token = run(
             self.positions, self.values, fits, looked, (self.asked, self.added), dict(leaves), dict(given)
         )
         return out
@@ -240,19 +248,9 @@ def _ended(rows: RowSparse) -> Any:
     return jnp.minimum(rows.count, 0)
 
 
-def push(pulled: Pulled, order: CollectiveOrder, ready: Any, values: Sequence[Any], residual: Any = None) -> OwnerSums:
-    """Sends the gradients of the pulled rows to their owners.
-
-    **Arguments:**
-
-    - `pulled`: what the step asked the owners for.
-    - `order`: of the collectives of all tables of the step.
-    - `ready`: bool[], True once all pulls have ended.
-    - `values`: per lookup the cotangents of its rows, f[*ids, *row].
-    - `residual`: as `OwnerSums` has it, of earlier steps; every worker keeps what was rounded away of all that it
-      sends, its own rows' gradients too.
-    """
-    table = pulled.table
+def _push(pulled: Pulled, ready: Any, values: Sequence[Any], residual: Any) -> OwnerSums:
+    """Sends the gradients of the pulled rows to their owners; see `Pulled.push`."""
+    table, around = pulled.table, pulled.around
 
     def body(cotangents, slots, requests, kept, ready):
         requests = _unlead(requests)
@@ -278,7 +276,7 @@ def push(pulled: Pulled, order: CollectiveOrder, ready: Any, values: Sequence[An
     of_residual = None if residual is None else table.residual_spec
     run = jax.shard_map(
         body,
-        mesh=pulled.mesh,
+        mesh=around.mesh,
         check_vma=False,
         out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
         in_specs=(
@@ -295,25 +293,24 @@ def push(pulled: Pulled, order: CollectiveOrder, ready: Any, values: Sequence[An
     with jax.named_scope(scope("rows", table.param)):
         sums = OwnerSums(
             table,
-            pulled.mesh,
-            order,
+            around,
             (pulled.ids, values),
             *run(list(values), pulled.slots, pulled.requests, residual, ready),
         )
-    order.join(sums.fits)
+    around.order.join(sums.fits)
     return sums
 
 
 def _exchange(table: TableSync, capacity: int) -> OwnerSharded:
     """Gives the exchange of an owned table, for at most `capacity` ids of a worker. Without capacities from a profile,
     there is room for everything, and nothing is rounded."""
-    if table.capacities is not None:
-        assert isinstance(table.scheme, OwnerSharded), "rows of an owned table go by their owners"
-        return table.scheme
+    exchange = table.exchange
+    assert isinstance(exchange, ByOwners), "rows of an owned table go by their owners"
+    if exchange.capacities is not None:
+        return owner_sharded(exchange.costs)
     size = table.num_rows // max(lax.axis_size(table.axes), 1)
-    return by_owners(
-        table.num_rows, Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size))
-    )
+    room = Capacities(push=min(capacity, size), pull=min(capacity * lax.axis_size(table.axes), size))
+    return owner_sharded(ByOwners(table.num_rows, room).costs)
 
 
 def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], asked: Any, added: Any) -> RowSparse:
@@ -325,7 +322,7 @@ def _every(table: TableSync, ids: Sequence[Any], cotangents: Sequence[Any], aske
         values = jnp.where(has_gradient.reshape(-1, *[1] * (flat.ndim - 1)), flat, 0)
         if added is not None:
             read, values = jnp.concatenate([read, asked]), jnp.concatenate([values, added])
-        return by_owners(table.num_rows).collect_all(read, values, table.axes)
+        return owner_sharded(ByOwners(table.num_rows).costs).collect_all(read, values, table.axes)
 
 
 def _flat(table: TableSync, cotangents: Sequence[Any]) -> Any:

@@ -11,55 +11,66 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from splitjax import _compat
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
 from splitjax.lower.products.row_values import Rows, RowWriter, dense
+from splitjax.lower.tables.around import BeginRows, LookedUp, RowsInStep, SummedRows, Surroundings
 from splitjax.lower.tables.collective_order import CollectiveOrder
-from splitjax.lower.tables.owned_rows import OwnerSums, Pulled, pull, push
-from splitjax.lower.tables.table_rows import Exchanged, exchange
+from splitjax.lower.tables.owned_rows import begin_owned
+from splitjax.lower.tables.table_rows import begin_summed
 from splitjax.lower.way import hook_of
 from splitjax.planning.sites.layout import StepLayout
-from splitjax.planning.tables.lookups import EditedLookup, ids_of, rows_of
+from splitjax.planning.tables.lookups import ids_of, rows_of
 from splitjax.planning.tables.sparse_step import SparseStep, TableEdit
-from splitjax.planning.tables.table_sync import TableSync
 from splitjax.planning.ways import Ways
 from splitjax.primitives.walk import holds_boundary
 from splitjax.step.boundary import is_boundary
+from splitjax.sync.costs.exchange import ByOwners, ByScheme, Exchange
+
+# Who runs an exchange, by what was planned.
+_BEGIN: Mapping[type[Exchange], BeginRows] = {ByScheme: begin_summed, ByOwners: begin_owned}
 
 
 @dataclasses.dataclass(eq=False)
 class _SparseTrace:
-    """Pulls and pushes rows in one evaluation of a step (`way.RowExchanges`), and remembers by table what boundaries
-    gave."""
+    """Pulls and pushes rows in one evaluation of a step (`planning.ways.RowExchanges`), and remembers by table what
+    boundaries gave."""
 
     step: SparseStep
     mesh: Mesh | AbstractMesh
     arguments: Sequence[Any]
     residuals: Mapping[str, Any]
-    summed: dict[int, Exchanged | OwnerSums]
-    pulled: dict[int, Pulled] = dataclasses.field(default_factory=dict)
+    rows: dict[int, RowsInStep] = dataclasses.field(default_factory=dict)
+    summed: dict[int, SummedRows] = dataclasses.field(default_factory=dict)
     collectives: CollectiveOrder = dataclasses.field(default_factory=CollectiveOrder)
 
     def pull(self, edit: TableEdit, operands: Sequence[Any]) -> list[Any]:
-        """Pulls the rows of the tables that their workers own, before the forward pass. Returns what the lookups of the
-        boundary are differentiated by; `operands` are the boundary's own."""
-        owned = [number for number in edit.operands if self.step.tables[number].is_owned]
-        if owned:
-            known = ids_of(edit.edited)
-            assert known is not None, "find_sparse lets workers own tables only where ids are known before"
-            closed, used = known
-            read = [operand for operand, is_used in zip(operands, used, strict=False) if is_used]
-            every = _compat.eval_jaxpr(closed, (), *read)
-            for number in owned:
-                mine = [place for place, (table, _) in enumerate(edit.order) if table == number]
-                lookups = [edit.edited.lookups[place] for place in mine]
+        """Begins the exchanges of the tables of a boundary before its forward pass: rows that their workers own are
+        pulled. Returns what its lookups are differentiated by; `operands` are the boundary's own."""
+        around, every = Surroundings(self.mesh, self.collectives), self._ids(edit, operands)
+        for number in edit.operands:
+            table = self.step.tables[number]
+            mine = [place for place, (of_table, _) in enumerate(edit.order) if of_table == number]
+            lookups = [edit.edited.lookups[place] for place in mine]
+            ids = None
+            if table.exchange.pulls:
+                assert every is not None, "find_sparse lets workers own tables only where ids are known before"
                 ids = [rows_of(lookup, every[place])[0] for place, lookup in zip(mine, lookups, strict=True)]
-                table = self._placed(self.step.tables[number], [lookup.num_loops for lookup in lookups], ids)
-                self.pulled[number] = pull(table, self.mesh, self.collectives, operands[edit.operands[number]], ids)
-        return [self._delta(lookup, *edit.order[place]) for place, lookup in enumerate(edit.edited.lookups)]
+            loops = [lookup.num_loops for lookup in lookups]
+            looked_up = LookedUp(table, operands[edit.operands[number]], loops, ids)
+            self.rows[number] = _BEGIN[type(table.exchange)](around, looked_up)
+        return [self.rows[number].given(edit.edited.lookups[place], k) for place, (number, k) in enumerate(edit.order)]
+
+    def _ids(self, edit: TableEdit, operands: Sequence[Any]) -> list[Any] | None:
+        """Returns the ids of all lookups of a boundary, where a table of it needs them before the forward pass."""
+        known = ids_of(edit.edited) if any(self.step.tables[k].exchange.pulls for k in edit.operands) else None
+        if known is None:
+            return None
+        closed, used = known
+        read = [operand for operand, is_used in zip(operands, used, strict=False) if is_used]
+        return _compat.eval_jaxpr(closed, (), *read)
 
     def push(self, edit: TableEdit, eqn: Any, results: Sequence[Any]) -> list[Any]:
         """Exchanges the rows among the `results` of the edited boundary, and remembers them by table. Returns the
@@ -76,21 +87,8 @@ class _SparseTrace:
                 if table == number
             ]
             residual = self.residuals.get(self.step.tables[number].param)
-            if number in self.pulled:
-                gradients_of_rows = [values for _, values in rows]
-                self.summed[number] = push(self.pulled[number], self.collectives, ready, gradients_of_rows, residual)
-                continue
-            loops = [
-                lookup.num_loops for (table, _), lookup in zip(order, edited.lookups, strict=True) if table == number
-            ]
-            self.summed[number] = exchange(
-                self._placed(self.step.tables[number], loops, [numbers for numbers, _ in rows]),
-                self.mesh,
-                self.collectives,
-                ready,
-                [numbers for numbers, _ in rows],
-                [values for _, values in rows],
-                residual,
+            self.summed[number] = self.rows[number].push(
+                ready, [numbers for numbers, _ in rows], [values for _, values in rows], residual
             )
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
         table_at = {position: number for number, position in edit.operands.items()}
@@ -99,26 +97,6 @@ class _SparseTrace:
                 table = self.step.tables[table_at[position]]
                 whole[k] = Rows(table.shape, table.dtype, table_at[position], True)
         return [*results[:num_results], *(whole[k] for k in range(len(whole)))]
-
-    def _delta(self, lookup: EditedLookup, number: int, k: int) -> Any:
-        """Gives what lookup number `k` of table `number` is differentiated by: zeros that are added to its rows, or the
-        pulled rows themselves."""
-        return (
-            self.pulled[number].given(lookup, k)
-            if number in self.pulled
-            else jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
-        )
-
-    def _placed(self, table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:
-        """Gives the table with the dims of lookups as they are here: behind those of loops. Ids without examples are
-        cut where a dim divides."""
-        lookups = []
-        for lookup, num_loops, numbers in zip(table.lookups, loops, ids, strict=True):
-            dim = None if lookup.dim is None else lookup.dim + num_loops
-            if dim is None:
-                dim = next((d for d, size in enumerate(numbers.shape) if size % table.num_workers == 0), None)
-            lookups.append(dataclasses.replace(lookup, dim=dim))
-        return dataclasses.replace(table, lookups=tuple(lookups))
 
     def total(self, eqn: Any, value: Rows) -> Any:
         """Reduces over all touched rows of the table that `value` belongs to."""
@@ -150,7 +128,7 @@ def evaluate_sparse(
     **Returns:** its flat results; by table what was observed: `fell_back` bool[], whether the capacities did not
     suffice; `touched` i32[n, k], the ids of n workers, while there are no capacities; and the new residuals.
     """
-    trace = _SparseTrace(step, layout.mesh, arguments, residuals, {})
+    trace = _SparseTrace(step, layout.mesh, arguments, residuals)
     hook = hook_of(ways, layout, trace)
     on_arrays: BoundaryHook = lambda eqn, values, site, forward: hook(eqn, [dense(v) for v in values], site, forward)
     operands = list(arguments)

@@ -20,12 +20,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
-from splitjax.lower.tables.collective_order import CollectiveOrder, known_at_the_end
+from splitjax.lower.tables.around import LookedUp, Surroundings, placed
+from splitjax.lower.tables.collective_order import known_at_the_end
 from splitjax.plan import spec_axes
+from splitjax.planning.tables.lookups import EditedLookup
 from splitjax.planning.tables.table_sync import TableSync, cut
+from splitjax.sync.costs.capacities import Capacities
+from splitjax.sync.costs.exchange import ByScheme
 from splitjax.sync.feedback import keep, with_residual
 from splitjax.sync.rows import RowSparse, from_lookups, normalised
-from splitjax.sync.scheme import Attempt, Capacities, Scheme, gather_all, once
+from splitjax.sync.running import Attempt
+from splitjax.sync.scheme import runnable
+from splitjax.sync.synchronising import gather_all, once
 from splitjax.sync.wire import Axis
 
 
@@ -43,8 +49,7 @@ class Exchanged:
     """The sum of all workers' rows within the capacities, and what is needed where they did not suffice.
 
     - `table`: how the table is synchronised.
-    - `mesh`: the whole mesh.
-    - `order`: of the collectives of all tables of the step.
+    - `around`: the exchanges of the step.
     - `rows`: the sum, the same on all workers.
     - `fits`: bool[], or True where nothing can be missing.
     - `local_ids`, `local_values`: of all workers, [n * k] and [n * k, *row].
@@ -53,8 +58,7 @@ class Exchanged:
     """
 
     table: TableSync
-    mesh: Mesh | AbstractMesh
-    order: CollectiveOrder
+    around: Surroundings
     rows: RowSparse
     fits: Any
     local_ids: Any
@@ -105,8 +109,8 @@ class Exchanged:
         if self.fits is True:
             return function(self.rows)
         whole = lambda rows: (function(rows), rows.count)
-        out, self.order.token = lax.cond(
-            self.order.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all())
+        out, self.around.order.token = lax.cond(
+            self.around.order.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all())
         )
         return out
 
@@ -116,8 +120,8 @@ class Exchanged:
             return function(self.rows, carry)
         carry = once(self.fits, lambda state: function(self.rows, state), carry)
         whole = lambda rows, state: (function(rows, state), rows.count)
-        carry, self.order.token = once(
-            ~self.order.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
+        carry, self.around.order.token = once(
+            ~self.around.order.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
         )
         return carry
 
@@ -125,7 +129,7 @@ class Exchanged:
         """Gathers all workers' rows, for which there always is room."""
         run = _in_shard_map(
             self.table,
-            self.mesh,
+            self.around.mesh,
             lambda ids, values: _parts(gather_all(_row_sparse(self.table, ids, values), self.table.axes)),
             (PartitionSpec(self.table.axes), PartitionSpec(self.table.axes, *self.table.row_spec)),
             (PartitionSpec(), PartitionSpec(None, *self.table.row_spec), PartitionSpec()),
@@ -135,25 +139,39 @@ class Exchanged:
         return RowSparse(ids, values, count, self.table.num_rows)
 
 
-def exchange(
-    table: TableSync,
-    mesh: Mesh | AbstractMesh,
-    order: CollectiveOrder,
-    ready: Any,
-    ids: Sequence[Any],
-    values: Sequence[Any],
-    residual: Any = None,
-) -> Exchanged:
-    """Adds up the rows of all lookups over all workers.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unread:
+    """The rows of a table that every worker reads by itself, before they are exchanged.
 
-    **Arguments:**
-
-    - `table`, `mesh`: how the table is synchronised, and the whole mesh.
-    - `order`: of the collectives of all tables of the step, which this exchange joins.
-    - `ready`: bool[], True once all pulls have ended.
-    - `ids`, `values`: per lookup its ids i[...], and the cotangents of its rows f[..., *row].
-    - `residual`: f[n, num_rows, *row], what rounding took away in earlier steps, of a table that has a `wire_dtype`.
+    - `around`: the exchanges of the step. `looked_up`: the table and its lookups.
     """
+
+    around: Surroundings
+    looked_up: LookedUp
+
+    def given(self, lookup: EditedLookup, number: int) -> Any:
+        """Gives zeros, which are added to the rows that `lookup` reads."""
+        return jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
+
+    def push(self, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> Exchanged:
+        """Adds up the rows of all lookups over all workers. The arguments are those of `RowsInStep.push`."""
+        table = placed(self.looked_up.table, self.looked_up.loops, ids)
+        return _exchange(table, self.around, ready, ids, values, residual)
+
+
+def begin_summed(around: Surroundings, looked_up: LookedUp) -> Unread:
+    """Begins the exchange of a table by a scheme: nothing is sent before the gradients are there. `around`: the
+    exchanges of the step. `looked_up`: the table and its lookups."""
+    return Unread(around, looked_up)
+
+
+def _exchange(
+    table: TableSync, around: Surroundings, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any
+) -> Exchanged:
+    """Adds up the rows of all lookups of a table over all workers. `around`: the exchanges of the step, which this one
+    joins. The others are the arguments of `Unread.push`."""
+    exchange, mesh = table.exchange, around.mesh
+    assert isinstance(exchange, ByScheme), "rows of an owned table are pushed to their owners"
     is_static = []
 
     def body(numbers, cotangents, kept, ready):
@@ -170,11 +188,11 @@ def exchange(
         elif table.num_workers == 1 or not local.capacity:
             attempt = Attempt(local, True, jnp.int32(0))
         elif kept is not None:
-            assert isinstance(table.scheme, _Rounding), "a scheme with a wire_dtype rounds what it sends"
-            attempt, errors = table.scheme.attempt_rounded(local, table.axes, table.capacities)
+            rounding = runnable(exchange.scheme)
+            assert isinstance(rounding, _Rounding), "a scheme with a wire_dtype rounds what it sends"
+            attempt, errors = rounding.attempt_rounded(local, table.axes, table.capacities)
         else:
-            assert isinstance(table.scheme, Scheme), "rows of an owned table are pushed to their owners"
-            attempt = table.scheme.attempt(local, table.axes, table.capacities)
+            attempt = runnable(exchange.scheme).attempt(local, table.axes, table.capacities)
         if kept is not None:
             kept = (kept if errors is None else keep(kept, errors))[None]
         is_static.append(attempt.fits is True)
@@ -209,11 +227,9 @@ def exchange(
             list(ids), list(values), residual, ready
         )
     if not is_static[-1]:
-        order.join(fits)
+        around.order.join(fits)
     total = RowSparse(total_ids, total_values, count, table.num_rows)
-    return Exchanged(
-        table, mesh, order, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual
-    )
+    return Exchanged(table, around, total, True if is_static[-1] else fits, local_ids, local_values, touched, residual)
 
 
 # How partial results of devices that have some of the rows each are put together: of the reductions that
@@ -234,7 +250,7 @@ def _on_devices(
     rows. `out_axes`: like its result, the axes that split its leading dim. `join`: the reduction by which parts of it
     are put together."""
     table = exchanged.table
-    manual = table.row_axes if spec_axes(table.row_spec) else tuple(exchanged.mesh.axis_names)
+    manual = table.row_axes if spec_axes(table.row_spec) else tuple(exchanged.around.mesh.axis_names)
     specs = lambda axes: PartitionSpec(axes) if axes else PartitionSpec()
 
     def body(rows: RowSparse, state: Mapping[int, Any], given: Mapping[int, Any]) -> Any:
@@ -253,7 +269,7 @@ def _on_devices(
     # check_vma=False: rows are alike on all workers, which the checker cannot know.
     return jax.shard_map(
         body,
-        mesh=exchanged.mesh,
+        mesh=exchanged.around.mesh,
         axis_names=frozenset(manual),
         check_vma=False,
         in_specs=(PartitionSpec(), {leaf: specs(table.row_axes) for leaf in leaves}, PartitionSpec()),

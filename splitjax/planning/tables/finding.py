@@ -22,18 +22,22 @@ from splitjax.planning.tables.table_sync import IdCut, TableSync
 from splitjax.planning.workers import Workers
 from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.walk import boundaries, equation_at
-from splitjax.sync.all_gather import AllGather
-from splitjax.sync.dense import Dense
-from splitjax.sync.description import Exchange, by_owners
-from splitjax.sync.owner import OwnerSharded
-from splitjax.sync.scheme import ByRows, Capacities, Scheme
+from splitjax.sync.costs.all_gather import AllGatherCosts
+from splitjax.sync.costs.dense import DenseCosts
+from splitjax.sync.costs.exchange import ByOwners, ByScheme, Exchange
+from splitjax.sync.costs.schemes import ByRows, SchemeCosts
 from splitjax.trace.graph import Graph, itemsize
 from splitjax.trace.tables import LookupTable, RowUpdate
 
+_IN_PARTS = (
+    "its gradient is summed into parts (shard_state), of which each worker writes its own, and rows are exchanged for"
+    " all workers to write; leave shard_state off for it to go by rows, or split its rows over the axes of the batch"
+    ' (rules="embedding_owner"): the workers that own them keep their optimizer state too'
+)
 LAZY_HINT: str = "; lazy=True would leave these rows alone"
 
 
-Chosen = Mapping[str, tuple[Exchange, Capacities]]  # by the path of the table
+Chosen = Mapping[str, Exchange]  # by the path of the table
 
 
 def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chosen: Chosen | None) -> SparseStep:
@@ -43,7 +47,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
 
     - `graph`, `jaxpr`, `plan`: the step's graph, its closed jaxpr and its plan.
     - `request`: what is asked for by parameter.
-    - `chosen`: schemes and capacities, once they are known; None while the first steps are observed.
+    - `chosen`: exchanges with their capacities, once they are known; None while the first steps are observed.
 
     Raises `SyncError` for a step without a gradient boundary, and for a pattern that fits no parameter.
     """
@@ -60,7 +64,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     for table in graph.tables:
         asked = request.of(table.param)
         reason = _reason(table, jaxpr, plan, asked) if request.names(table.param) else "no pattern of sync= fits it"
-        if not reason and chosen is not None and isinstance(chosen[table.param][0], Dense):
+        if not reason and chosen is not None and chosen[table.param].is_dense:
             reason = "chosen"
         if reason:
             reasons[table.param] = reason
@@ -71,7 +75,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
     late = {
         sync.param
         for sync in tables
-        if sync.is_owned
+        if sync.exchange.pulls
         and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(sync).boundary), site).edited) is None
     }
     again = lambda sync: syncing.table_sync(step.table_of(sync), may_own=False)
@@ -80,7 +84,7 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
 
 def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
     """Says why a table stays dense; empty if it need not."""
-    if isinstance(asked.scheme, Dense):
+    if isinstance(asked.scheme, DenseCosts):
         return "asked for"
     update = _update(table, asked)
     if update is None:
@@ -91,7 +95,7 @@ def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
             return _inside(around)
     planned = [plan.leaves[index] for index in update.leaves]
     if (
-        isinstance(asked.scheme, Scheme)
+        isinstance(asked.scheme, SchemeCosts)
         and asked.scheme.needs_whole_rows
         and any(spec_axes(leaf.spec[1:]) for leaf in planned)
     ):
@@ -99,7 +103,7 @@ def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
             f"its rows are split, and {asked.scheme.name} tells rows by their values, of which each device has a part"
         )
     if any(leaf.gradient is not None for leaf in planned):
-        return "its gradient is summed into parts (shard_state)"
+        return _IN_PARTS
     if len({spec_axes(leaf.spec[:1]) for leaf in planned}) > 1:
         return "its rows and those of its optimizer state are laid out differently"
     return ""
@@ -142,11 +146,9 @@ class _Syncing:
         workers = Workers.beside(mesh, self.plan.batch_axes, split)
         axes, num_workers = workers.axes, workers.num_workers
         is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
-        if self.chosen is not None:
-            scheme, capacities = self.chosen[table.param]
-            is_owned = is_owned and isinstance(scheme, OwnerSharded)
-        else:
-            scheme, capacities = _asked(asked, table.num_rows, leaf, num_workers, is_owned), None
+        exchange = None if self.chosen is None else self.chosen[table.param]
+        if exchange is None or (exchange.pulls and not is_owned):  # rows that no worker owns are not pulled from any
+            exchange = _asked(asked, table.num_rows, leaf, num_workers, is_owned)
         lookups = tuple(
             IdCut(_example_dim(lookup, self.graph, self.jaxpr, num_workers), lookup.mode.removesuffix("_or_drop"))
             for lookup in table.lookups
@@ -161,21 +163,19 @@ class _Syncing:
             axes=axes,
             num_workers=num_workers,
             lookups=lookups,
-            is_owned=is_owned,
             row_size=math.prod(leaf.shape[1:]) // mesh.size(split),
-            scheme=scheme,
-            capacities=capacities,
+            exchange=exchange,
         )
 
 
 def _asked(asked: ByRows, num_rows: int, leaf: LeafPlan, num_workers: int, is_owned: bool) -> Exchange:
     """Says how a table's rows are added up, as far as that is known before steps were observed. What is not sent, or
     has no more digits than are sent, is not rounded."""
-    scheme = asked.scheme if isinstance(asked.scheme, Scheme) else AllGather()
+    scheme = asked.scheme if isinstance(asked.scheme, SchemeCosts) else AllGatherCosts()
     wire_dtype = getattr(scheme, "wire_dtype", None)
     if wire_dtype is not None and (num_workers == 1 or itemsize(leaf.dtype) <= itemsize(wire_dtype)):
         scheme, wire_dtype = dataclasses.replace(scheme, wire_dtype=None), None
-    return by_owners(num_rows, wire_dtype=wire_dtype) if is_owned else scheme
+    return ByOwners(num_rows, wire_dtype=wire_dtype) if is_owned else ByScheme(scheme)
 
 
 def _example_dim(lookup: Any, graph: Graph, jaxpr: Any, num_workers: int) -> int | None:

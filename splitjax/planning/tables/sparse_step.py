@@ -63,7 +63,9 @@ class SparseStep:
     def pulled_at(self, boundary: Site) -> frozenset[str]:
         """Gives the paths of the tables whose rows the boundary at site `boundary` is given, which does not read them
         itself: their workers own them."""
-        return frozenset(self.tables[number].param for number in self.at(boundary) if self.tables[number].is_owned)
+        return frozenset(
+            self.tables[number].param for number in self.at(boundary) if self.tables[number].exchange.pulls
+        )
 
     def edited(self, eqn: Any, site: Site) -> TableEdit:
         """Edits the lookups of the boundary `eqn`, which stands at `site` in the step."""
@@ -71,7 +73,7 @@ class SparseStep:
         operands = {number: self._operand(number, site) for number in numbers}
         order = [(number, k) for number in numbers for k in range(len(self.tables[number].lookups))]
         sites = [self.table_of(self.tables[number]).lookups[k].site[len(site) + 1 :] for number, k in order]
-        given = [place for place, (number, _) in enumerate(order) if self.tables[number].is_owned]
+        given = [place for place, (number, _) in enumerate(order) if self.tables[number].exchange.pulls]
         return TableEdit(edit_boundary(eqn, sites, list(operands.values()), given), order, operands)
 
     def _operand(self, number: int, site: Site) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 from splitjax._registry import near
 from splitjax.errors import SyncError, UnavailableError
 from splitjax.rules.match import glob_pattern
-from splitjax.sync.dense import Dense
-from splitjax.sync.scheme import SCHEMES, ByRows, Scheme, by_name
+from splitjax.sync.costs.dense import DenseCosts
+from splitjax.sync.costs.schemes import ByRows, SchemeCosts
+from splitjax.sync.costs.shipped import COSTS, costs_by_name
 
 AUTO: str = "auto"
 EVERY: str = "**"
@@ -33,12 +34,12 @@ class SyncRequest:
     @property
     def is_dense(self) -> bool:
         """Tells whether nothing but the dense exchange is asked for."""
-        return all(isinstance(choice.scheme, Dense) for _, choice in self.choices)
+        return all(isinstance(choice.scheme, DenseCosts) for _, choice in self.choices)
 
     def of(self, path: str) -> ByRows:
-        """Gives what is asked for the parameter at `path`; its scheme is a `Scheme`, or `"auto"`."""
+        """Gives what is asked for the parameter at `path`; its scheme is a `SchemeCosts`, or `"auto"`."""
         return next(
-            (choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(Dense())
+            (choice for pattern, choice in self.choices if glob_pattern(pattern).fullmatch(path)), ByRows(DenseCosts())
         )
 
     def names(self, path: str) -> bool:
@@ -73,18 +74,18 @@ def parse(sync: Any, place: str) -> SyncRequest:
     for pattern, given in entries:
         choice = given if isinstance(given, ByRows) else ByRows(given)
         scheme = choice.scheme
-        known = isinstance(scheme, Scheme) or (isinstance(scheme, str) and (scheme == AUTO or SCHEMES.knows(scheme)))
+        known = isinstance(scheme, SchemeCosts) or (isinstance(scheme, str) and (scheme == AUTO or COSTS.knows(scheme)))
         if not isinstance(pattern, str) or not known or not isinstance(choice.lazy, bool):
             raise SyncError(
-                f"sync has no such value{near(scheme, [*SCHEMES, AUTO])}",
+                f"sync has no such value{near(scheme, [*COSTS, AUTO])}",
                 value=sync,
                 place=f"{place}, sync",
                 remedy=(
-                    f'use one of {", ".join(SCHEMES)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or'
+                    f'use one of {", ".join(COSTS)}, "auto", a scheme of splitjax.sync, splitjax.sync.ByRows, or'
                     " {parameter pattern: one of these}; splitjax.sync.register_scheme makes a scheme of your own known"
                 ),
             )
-        scheme = scheme if scheme == AUTO else by_name(scheme)
+        scheme = scheme if scheme == AUTO else costs_by_name(scheme)
         if choice.wire_dtype is not None:
             scheme = _rounded(scheme, choice.wire_dtype, place)
         wire_dtype = getattr(scheme, "wire_dtype", None)
@@ -100,10 +101,10 @@ def parse(sync: Any, place: str) -> SyncRequest:
     return SyncRequest(tuple(choices))
 
 
-def _rounded(scheme: Any, wire_dtype: str, place: str) -> Scheme:
+def _rounded(scheme: Any, wire_dtype: str, place: str) -> SchemeCosts:
     """Gives a scheme with its values rounded on the wire."""
     rounding = [
-        name for name, cls in SCHEMES.items() if any(field.name == "wire_dtype" for field in dataclasses.fields(cls))
+        name for name, cls in COSTS.items() if any(field.name == "wire_dtype" for field in dataclasses.fields(cls))
     ]
     if scheme == AUTO or scheme.name not in rounding:
         problem = (

@@ -12,8 +12,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from splitjax.plan import Spec, spec_axes
-from splitjax.sync.description import Exchange
-from splitjax.sync.scheme import Capacities
+from splitjax.sync.costs.capacities import Capacities
+from splitjax.sync.costs.exchange import Exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,9 @@ class TableSync:
     - `axes`: the mesh axes of its workers, over which its lookups are summed.
     - `num_workers`: the workers along these axes.
     - `lookups`: how the ids of each lookup are cut.
-    - `is_owned`: its rows are split over its workers, which pull and push (`owned_rows`); otherwise every worker gets
-      the sum.
     - `row_size`: the number of values of a row on a device.
-    - `scheme`: the exchange, an `OwnerSharded` for an owned table.
-    - `capacities`: of the exchange; None in the first steps, in which all rows are gathered and the ids returned.
+    - `exchange`: how they are. It has no capacities in the first steps, in which all rows are gathered and the ids
+      returned.
     """
 
     param: str
@@ -56,10 +54,8 @@ class TableSync:
     axes: tuple[str, ...]
     num_workers: int
     lookups: tuple[IdCut, ...]
-    is_owned: bool
     row_size: int
-    scheme: Exchange
-    capacities: Capacities | None
+    exchange: Exchange
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +65,12 @@ class TableSync:
     @property
     def wire_dtype(self) -> str | None:
         """The dtype to which values are rounded on the wire; then each worker has a residual."""
-        return getattr(self.scheme, "wire_dtype", None)
+        return self.exchange.wire_dtype
+
+    @property
+    def capacities(self) -> Capacities | None:
+        """The room that the exchange has; None while steps are observed."""
+        return self.exchange.capacities
 
     @property
     def residual_shape(self) -> tuple[int, ...]:
