@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.cost import LaidOutStep, Prediction, predict_step
 from splitjax.plan import LayerPlan, Spec, spec_axes
+from splitjax.planning.predict import StepPrediction
 from splitjax.trace.graph import Graph
 
 
@@ -56,6 +57,17 @@ def draw_change(
             entries[dim] = _entry(axes if dim == place.dim else left)
         specs[leaf.path] = tuple(entries)
     return specs
+
+
+def predicted_differently(delta: StepPrediction) -> list[str]:
+    """Predicts a changed layout of a drafted step from the beginning, its tables found again, and returns the names of
+    what `delta`, the prediction of the change, does not agree on with that."""
+    full = StepPrediction.of(delta.draft.laid_out(delta.dense.leaves))
+    differing = differing_fields(delta.dense, full.dense)
+    names = ("found", "exchanges", "sent_in_part", "sent_by_leaf", "collectives", "memory", "syncs", "partial")
+    differing += [name for name in names if getattr(delta, name) != getattr(full, name)]
+    ours, theirs = (() if one.tables is None else (one.tables.tables, one.tables.reasons) for one in (delta, full))
+    return differing if ours == theirs else [*differing, "tables"]
 
 
 def full_prediction(prediction: Prediction, layers: Sequence[LayerPlan]) -> Prediction:

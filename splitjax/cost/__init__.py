@@ -6,6 +6,6 @@ so that plans can be compared before any of them runs.
 """
 
 from splitjax.cost.memory import predict_memory
-from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_collectives, predict_step
+from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_collectives, predict_step, replaced
 
-__all__ = ["LaidOutStep", "Manner", "Prediction", "predict_collectives", "predict_memory", "predict_step"]
+__all__ = ["LaidOutStep", "Manner", "Prediction", "predict_collectives", "predict_memory", "predict_step", "replaced"]

@@ -122,8 +122,12 @@ class Prediction:
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives: those of activations in program order, then those of gradients in leaf order."""
-        activations = self._activations() if self.transforms else itertools.chain.from_iterable(self.sent_by_use)
-        return (*activations, *itertools.chain.from_iterable(self.sent_by_leaf))
+        return (*self.activations, *itertools.chain.from_iterable(self.sent_by_leaf))
+
+    @functools.cached_property
+    def activations(self) -> tuple[Collective, ...]:
+        """The collectives of activations alone, in program order."""
+        return tuple(self._activations() if self.transforms else itertools.chain.from_iterable(self.sent_by_use))
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -161,21 +165,23 @@ class Prediction:
             changed.append(dataclasses.replace(leaf, spec=spec, bytes_per_device=held))
         return tuple(changed)
 
-    def changed(self, leaves: Iterable[LeafPlan]) -> Prediction:
+    def changed(self, leaves: Iterable[LeafPlan], by_rows: Mapping[str, int] | None = None) -> Prediction:
         """Predicts the step again after a change of its layout; equal in every field to the prediction of the changed
         step, and derived anew only where the change reaches.
 
-        **Arguments:** `leaves`: the new layouts of some leaves, such as `laid_out` returns."""
-        structure, setting, manner = self.structure, self.setting, self.manner
+        **Arguments:** `leaves`: the new layouts of some leaves, such as `laid_out` returns. `by_rows`: what becomes of
+        `Manner.by_rows` with it; None where that stays what it is."""
+        structure, setting, rows_before = self.structure, self.setting, self.manner.by_rows
+        manner = self.manner if by_rows is None else dataclasses.replace(self.manner, by_rows=by_rows)
         mesh, links = setting.mesh, structure.links
         new = {structure.position[leaf.path]: leaf for leaf in leaves}
-        layout = _with(self.leaves, new)
+        layout = replaced(self.leaves, new)
         paths = [leaf.path for leaf in new.values()]
 
         moved = {i for path in paths for i in structure.uses_of.get(path, ())}
         moved |= {later for i in moved for later in structure.read_alike.get(i, ())}
         moved |= {i for path in paths for i in structure.fed_from.get(path, ())}
-        flows = _with(self.flows, self._flows_at(moved, layout))
+        flows = replaced(self.flows, self._flows_at(moved, layout))
         moved = {i for i in moved if flows[i] != self.flows[i]}
         touched = moved | {beside for i in moved for beside in structure.beside.get(i, ())}
 
@@ -189,6 +195,10 @@ class Prediction:
         }
         renewed = {i: _weight(structure, i, layout, flows, parts) for i in map(structure.position.__getitem__, weights)}
         renewed = {i: weight for i, weight in renewed.items() if weight != self.weights[i]}
+        other_rows = {
+            path for path in {*manner.by_rows, *rows_before} if manner.by_rows.get(path) != rows_before.get(path)
+        }
+        of_bytes = {*new, *(structure.position[path] for path in other_rows)}
         return Prediction(
             structure,
             setting,
@@ -197,16 +207,18 @@ class Prediction:
             flows,
             transforms,
             parts,
-            weights=_with(self.weights, renewed),
-            sent_by_use=_with(self.sent_by_use, {i: _sent_by_use(structure, i, flows, mesh, manner) for i in touched}),
-            sent_by_leaf=_with(
+            weights=replaced(self.weights, renewed),
+            sent_by_use=replaced(
+                self.sent_by_use, {i: _sent_by_use(structure, i, flows, mesh, manner) for i in touched}
+            ),
+            sent_by_leaf=replaced(
                 self.sent_by_leaf,
                 {i: _sent_by_leaf(structure, weight, setting, manner) for i, weight in renewed.items()},
             ),
-            bytes_by_use=_with(self.bytes_by_use, {i: use_bytes(flows[i], mesh, manner.group_comm) for i in moved}),
-            bytes_by_leaf=_with(
+            bytes_by_use=replaced(self.bytes_by_use, {i: use_bytes(flows[i], mesh, manner.group_comm) for i in moved}),
+            bytes_by_leaf=replaced(
                 self.bytes_by_leaf,
-                {i: leaf_bytes(leaf, mesh, manner.group_comm, manner.by_rows) for i, leaf in new.items()},
+                {i: leaf_bytes(layout[i], mesh, manner.group_comm, manner.by_rows) for i in of_bytes},
             ),
         )
 
@@ -246,8 +258,8 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
     )
 
 
-def _with(values: tuple[Value, ...], new: Mapping[int, Value]) -> tuple[Value, ...]:
-    """Returns `values` with those at the positions of `new` replaced."""
+def replaced(values: tuple[Value, ...], new: Mapping[int, Value]) -> tuple[Value, ...]:
+    """Returns `values` with those at the positions of `new` replaced by these."""
     if not new:
         return values
     changed = list(values)

@@ -20,6 +20,7 @@ from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
 from splitjax.planning.observing import TableDecision
 from splitjax.planning.partial_step import PartialStep
 from splitjax.planning.sites.layout import SiteLayout
+from splitjax.planning.tables.finding import TableFinder
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.tables.sync_request import SyncRequest
 from splitjax.planning.ways import DecidedStep, StepWays, WayChooser, Ways, make_twin
@@ -92,8 +93,8 @@ class Draft:
     - `group_comm`: how examples cross into split layers. `in_turns`: the boundaries that are prepared to cross in
       turns, by site.
     - `partial`: how far back workers differentiate; None for full backpropagation.
-    - `tables`: those that are synchronised by rows; None where the dense exchange alone is asked for. `decision`: their
-      exchanges; None while the first steps are observed.
+    - `tables`: those that are synchronised by rows; None where the dense exchange alone is asked for. `finder`: finds
+      them again under another layout. `decision`: their exchanges; None while the first steps are observed.
     - `ways`: how each gradient boundary runs, prepared; None before that is chosen.
     """
 
@@ -112,6 +113,7 @@ class Draft:
     in_turns: Ways = dataclasses.field(default_factory=dict)
     partial: PartialStep | None = None
     tables: SparseStep | None = None
+    finder: TableFinder | None = None
     decision: TableDecision | None = None
     ways: StepWays | None = None
 
@@ -163,6 +165,13 @@ class Draft:
         lookups where tables are synchronised by rows."""
         twin_of = make_twin(self.graph, self.traced.resized)
         return twin_of if self.tables is None else self.tables.twin_of(twin_of)
+
+    def laid_out(self, leaves: Sequence[LeafPlan]) -> Draft:
+        """Returns the draft with all of its leaves laid out as `leaves`, in flat order, and with its tables found
+        again. Who the workers of partial backpropagation are, and what was decided about boundaries, stays."""
+        layout = dataclasses.replace(self.layout, leaves=tuple(leaves))
+        tables = None if self.finder is None else self.finder.sparse_step(self.finder.find(leaves))
+        return dataclasses.replace(self, layout=layout, tables=tables)
 
     def noting(self, *notes: str) -> Draft:
         """Returns the draft with further `notes`."""

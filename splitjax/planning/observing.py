@@ -11,19 +11,12 @@ are observed anew: capacities then have room for all that was seen. All processe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from splitjax.plan import (
-    GRADIENT_SUMS,
-    ROW_EXCHANGE,
-    Collective,
-    Phase,
-    Plan,
-    Purpose,
-    PurposeKind,
     SyncPlan,
     spec_axes,
 )
@@ -34,21 +27,14 @@ from splitjax.planning.tables.sync_request import AUTO, SyncRequest
 from splitjax.planning.tables.table_sync import TableSync
 from splitjax.sync.costs.choose import candidates, choose
 from splitjax.sync.costs.dense import DenseCosts
-from splitjax.sync.costs.exchange import ByScheme, Exchange, seen, sizes_of
+from splitjax.sync.costs.exchange import ByScheme, Exchange, seen
 from splitjax.sync.costs.schemes import Link, SchemeCosts
 from splitjax.sync.profile import Sparsity, measure
-from splitjax.sync.profile import Table as Costs
 from splitjax.trace.graph import itemsize
-from splitjax.trace.tables import LookupTable
 
 OBSERVED_STEPS = 3
 CHECKED_STEPS = 64
 MOST_FALLBACKS = 2  # in `CHECKED_STEPS`
-
-_KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
-
-# What is sent for a table as a whole array, and is not where it goes by rows.
-_OF_WHOLE_TABLES = frozenset({PurposeKind.GRADIENT, PurposeKind.GRADIENT_HANDED, PurposeKind.STORED_WEIGHT})
 
 # What a step returns of each of its tables, by path: see `sparse.evaluate_sparse`.
 Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
@@ -181,44 +167,6 @@ def sparsity_of(table: TableSync, samples: list[np.ndarray]) -> Sparsity:
     return measure([list(step) for step in samples], table.num_rows, table.row_size, itemsize(table.dtype))
 
 
-def predict_tables(
-    decided: Plan, dense: Sequence[Collective], step: SparseStep, decision: TableDecision | None
-) -> tuple[tuple[SyncPlan, ...], tuple[Collective, ...]]:
-    """Predicts a step some of whose tables are synchronised by rows. Returns the entries for its tables, and its
-    collectives.
-
-    **Arguments:** `decided`: the plan, of which the layout is read. `dense`: the collectives where all gradients go
-    whole. `step`: the tables. `decision`: their exchanges; None while the first steps are observed.
-
-    The dense exchanges of their gradients are replaced, and so are the gathers of tables that are stored in pieces:
-    their rows are pulled, or left to XLA, which mostly finds them where they are."""
-    syncs = sync_plans(decided, dense, step, decision)
-    names = {param: layer.name for layer in decided.layers for param in layer.params}
-    sparse = {table.param for table in step.tables}
-    kept = tuple(
-        collective
-        for collective in dense
-        if not (collective.purpose.leaf in sparse and collective.purpose.kind in _OF_WHOLE_TABLES)
-    )
-    exchanges = tuple(
-        Collective(
-            ROW_EXCHANGE,
-            sync.axis,
-            sync.bytes,
-            names.get(sync.param, sync.param),
-            Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, sync.param, scheme=sync.scheme),
-        )
-        for sync in syncs
-        if sync.param in sparse and sync.bytes
-    )
-    return syncs, kept + exchanges
-
-
-def row_bytes(step: SparseStep) -> dict[str, int]:
-    """Returns the bytes that a device has of the gradient of each table of `step` that goes by rows, by its path."""
-    return {table.param: _row_bytes(table, step.table_of(table)) for table in step.tables}
-
-
 def note_without_tables(step: SparseStep) -> str:
     """Returns the note of a step that has no tables with lookups; empty for one that has some."""
     return "" if step.graph.tables else _nothing(gradient_in_loop(step.jaxpr))
@@ -228,81 +176,3 @@ def _nothing(in_loop: str) -> str:
     """Says that a step has no tables. `in_loop`: why, where its gradient is taken in a loop; else empty."""
     why = f": {in_loop}" if in_loop else ""
     return f"sync: no parameter is only looked up by rows, so there is nothing to synchronise by rows{why}"
-
-
-def _row_bytes(table: TableSync, traced: LookupTable) -> int:
-    """Returns the bytes that a device has of a table's gradient: the rows of its lookups and their sums; then, in the
-    exchange or in its fallback, what it sends and gets; and the residual of a table that is rounded."""
-    n, capacities = table.num_workers, table.capacities
-    num_ids = sum(lookup.num_ids for lookup in traced.lookups) // n
-    local = min(num_ids, table.num_rows)
-    everything = n * local + min(n * local, table.num_rows)
-    if capacities is None or n == 1:
-        moved = everything if n > 1 else 0
-    else:
-        moved = max(
-            everything, capacities.local + capacities.union + capacities.hot + n * (capacities.push + capacities.pull)
-        )
-    residual = table.num_rows if table.wire_dtype else 0
-    return (num_ids + local + moved + residual) * table.row_size * itemsize(table.dtype)
-
-
-def sync_plans(
-    decided: Plan, dense: Sequence[Collective], step: SparseStep, decision: TableDecision | None
-) -> tuple[SyncPlan, ...]:
-    """Returns the entries for all tables of `step` with lookups, also for those that stay dense. `decided`, `dense`,
-    `decision`: as for `predict_tables`."""
-    entries = []
-    tables = {table.param: table for table in step.tables}
-    for traced in step.graph.tables:
-        table = tables.get(traced.param)
-        dense_bytes = sum(
-            collective.bytes
-            for collective in dense
-            if collective.purpose.kind in GRADIENT_SUMS and collective.purpose.leaf == traced.param
-        )
-        if table is None:
-            reasons = step.reasons if decision is None else {**step.reasons, **decision.why}
-            entries.append(
-                SyncPlan(
-                    traced.param,
-                    DenseCosts.name,
-                    "+".join(decided.batch_axes),
-                    traced.num_rows,
-                    dense_bytes,
-                    dense_bytes,
-                    reasons[traced.param],
-                )
-            )
-            continue
-        sizes = Costs(table.num_rows, table.row_size, itemsize(table.dtype), table.num_workers)
-        sent, why = 0, f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
-        if decision is not None:
-            sent = table.exchange.predicted_bytes(sizes)
-            why = decision.why[traced.param]
-        if decision is None or not decision.is_whole:
-            why = "; ".join((*_changes(table, traced), why))
-        entries.append(
-            SyncPlan(
-                traced.param,
-                table.exchange.name,
-                "+".join(table.axes),
-                traced.num_rows,
-                sent if table.num_workers > 1 else 0,
-                dense_bytes,
-                why,
-                traced.update is None,
-                table.exchange.options,
-                sizes_of(table.capacities),
-            )
-        )
-    return tuple(entries)
-
-
-def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
-    """Says what about the exchange of a table changes the numbers."""
-    if traced.update is None:
-        yield f"lazy, which changes the numbers: {traced.reason}"
-    if table.wire_dtype:
-        read = ", and the rows that are read" if table.exchange.pulls else ""
-        yield f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}"

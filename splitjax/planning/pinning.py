@@ -15,8 +15,9 @@ from splitjax import _compat
 from splitjax.errors import PlanError, SyncError
 from splitjax.plan import Plan, SyncPlan
 from splitjax.planning.draft import Draft
-from splitjax.planning.observing import TableDecision, note_without_tables, sync_plans
-from splitjax.planning.tables.finding import find_sparse
+from splitjax.planning.observing import TableDecision, note_without_tables
+from splitjax.planning.table_plan import sync_plans
+from splitjax.planning.tables.finding import TableFinder, find_sparse
 from splitjax.planning.tables.sync_request import AUTO, SyncRequest
 from splitjax.sync.costs.dense import DenseCosts
 from splitjax.sync.costs.exchange import OWNED, exchange_of
@@ -81,9 +82,13 @@ def synchronise(draft: Draft) -> Draft:
             )
         else:
             decision = of_run.decision
-    tables = find_sparse(graph, jaxpr, plan, request, None if decision is None else decision.chosen)
+    chosen = None if decision is None else decision.chosen
+    finder = TableFinder(graph, jaxpr, plan.mesh, plan.batch_axes, request, chosen)
+    tables = finder.sparse_step(finder.find(plan.leaves))
     note = note_without_tables(tables)
-    return dataclasses.replace(draft, tables=tables, decision=decision).noting(*([note] if note else ()))
+    return dataclasses.replace(draft, tables=tables, finder=finder.settled(tables.tables), decision=decision).noting(
+        *([note] if note else ())
+    )
 
 
 def _request_of(syncs: Sequence[SyncPlan]) -> SyncRequest:
@@ -122,7 +127,7 @@ def _first_difference(graph: Graph, jaxpr: _compat.ClosedJaxpr, plan: Plan, requ
             return f"the step looks rows up in {param!r}, which is no table of the {where}"
     step = find_sparse(graph, jaxpr, plan, request, None)
     by_rows = {table.param: table for table in step.tables}
-    for here in sync_plans(plan, (), step, None):
+    for here in sync_plans(step, plan.batch_axes, {}, None):
         param, there, table = here.param, sync_of[here.param], by_rows.get(here.param)
         if there.rows != here.rows:
             return f"{param!r} has {there.rows} rows in the {where} and {here.rows} in the step"

@@ -8,12 +8,14 @@ laid out alike. Every other table with lookups stays dense, with the reason in t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
 from splitjax.errors import SyncError
+from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.planning.tables.lookups import ids_of
 from splitjax.planning.tables.sparse_step import SparseStep
@@ -21,7 +23,7 @@ from splitjax.planning.tables.sync_request import SyncRequest
 from splitjax.planning.tables.table_sync import IdCut, TableSync
 from splitjax.planning.workers import Workers
 from splitjax.primitives.calls import CallKind, kind_of
-from splitjax.primitives.walk import boundaries, equation_at
+from splitjax.primitives.walk import Site, boundaries, equation_at
 from splitjax.sync.costs.all_gather import AllGatherCosts
 from splitjax.sync.costs.dense import DenseCosts
 from splitjax.sync.costs.exchange import ByOwners, ByScheme, Exchange
@@ -34,10 +36,14 @@ _IN_PARTS = (
     " all workers to write; leave shard_state off for it to go by rows, or split its rows over the axes of the batch"
     ' (rules="embedding_owner"): the workers that own them keep their optimizer state too'
 )
+CHOSEN_DENSE: str = "chosen"
 LAZY_HINT: str = "; lazy=True would leave these rows alone"
 
 
 Chosen = Mapping[str, Exchange]  # by the path of the table
+
+
+Found = TableSync | str  # a table that goes by rows, or why it stays dense
 
 
 def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chosen: Chosen | None) -> SparseStep:
@@ -51,38 +57,148 @@ def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chos
 
     Raises `SyncError` for a step without a gradient boundary, and for a pattern that fits no parameter.
     """
-    if not graph.num_boundaries:
-        raise SyncError(
-            "sync needs a gradient boundary: the step takes its gradient with plain jax.grad, whose tables cannot be"
-            " told apart",
-            place="parallelize, sync",
-            remedy="use splitjax.value_and_grad for the gradient",
+    finder = TableFinder(graph, jaxpr, plan.mesh, plan.batch_axes, request, chosen)
+    return finder.sparse_step(finder.find(plan.leaves))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableFinder:
+    """Finds the tables of a step that are synchronised by rows, under any layout of its leaves.
+
+    - `graph`, `jaxpr`: the step's graph and its closed jaxpr. `mesh`, `batch_axes`: where its batch lies.
+    - `request`: what is asked for by parameter.
+    - `chosen`: exchanges with their capacities, once they are known; None while the first steps are observed.
+    - `chosen_for`: by table, what they were chosen for: under a layout where a table has other workers, or other rows
+      on a device, its steps are to be observed again. None: for whatever is laid out.
+
+    Raises `SyncError` for a step without a gradient boundary, and for a pattern that fits no parameter.
+    """
+
+    graph: Graph
+    jaxpr: Any
+    mesh: MeshShape
+    batch_axes: tuple[str, ...]
+    request: SyncRequest
+    chosen: Chosen | None
+    chosen_for: Mapping[str, TableSync] | None = None
+    _known_before: dict[tuple[Site, frozenset[str]], bool] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.graph.num_boundaries:
+            raise SyncError(
+                "sync needs a gradient boundary: the step takes its gradient with plain jax.grad, whose tables cannot"
+                " be told apart",
+                place="parallelize, sync",
+                remedy="use splitjax.value_and_grad for the gradient",
+            )
+        self.request.check([leaf.path for leaf in self.graph.params])
+
+    def settled(self, tables: Sequence[TableSync]) -> TableFinder:
+        """Returns a finder that keeps what was chosen only for tables that are as they are in `tables`."""
+        return dataclasses.replace(self, chosen_for={table.param: table for table in tables})
+
+    def find(self, leaves: Sequence[LeafPlan]) -> tuple[Found, ...]:
+        """Returns what becomes of each table of the graph, in order, where it could own its rows. `leaves`: the layout,
+        in flat order."""
+        return tuple(self.find_table(table, leaves) for table in self.graph.tables)
+
+    def find_table(self, table: LookupTable, leaves: Sequence[LeafPlan], may_own: bool = True) -> Found:
+        """Returns how a `table` is synchronised by rows, or why it is not. `leaves`: the layout, in flat order.
+        `may_own`: its workers may own the rows that they hold."""
+        asked = self.request.of(table.param)
+        if not self.request.names(table.param):
+            return "no pattern of sync= fits it"
+        if reason := _reason(table, self.jaxpr, leaves, asked):
+            return reason
+        chosen = None if self.chosen is None else self.chosen.get(table.param)
+        if chosen is not None and chosen.is_dense:
+            return CHOSEN_DENSE
+        return self._table_sync(table, asked, leaves, may_own, chosen)
+
+    def reaches(self, table: LookupTable) -> frozenset[int]:
+        """Returns the flat arguments whose layout bears on how a `table` is synchronised."""
+        update = _update(table, self.request.of(table.param))
+        return frozenset((self._position[table.param], *(() if update is None else update.leaves)))
+
+    def sparse_step(self, found: Sequence[Found]) -> SparseStep:
+        """Returns the step with its tables, of what `find` found, given that no worker owns rows of tables whose ids
+        are known only with the parameters: these cannot be brought before the forward pass."""
+        tables = tuple(table for table in found if isinstance(table, TableSync))
+        reasons = {
+            table.param: reason
+            for table, reason in zip(self.graph.tables, found, strict=True)
+            if isinstance(reason, str)
+        }
+        step = SparseStep(self.graph, self.jaxpr, tables, reasons)
+        late = {sync.param for sync in tables if sync.exchange.pulls and not self._is_known_before(step, sync)}
+        return dataclasses.replace(
+            step, tables=tuple(self._unowned(sync) if sync.param in late else sync for sync in tables)
         )
-    request.check([leaf.path for leaf in graph.params])
-    syncing = _Syncing(graph, jaxpr, plan, request, chosen)
-    tables, reasons = [], {}
-    for table in graph.tables:
-        asked = request.of(table.param)
-        reason = _reason(table, jaxpr, plan, asked) if request.names(table.param) else "no pattern of sync= fits it"
-        if not reason and chosen is not None and chosen[table.param].is_dense:
-            reason = "chosen"
-        if reason:
-            reasons[table.param] = reason
-            continue
-        tables.append(syncing.table_sync(table))
-    step = SparseStep(graph, jaxpr, tuple(tables), reasons)
-    # Where the ids are known only with the parameters, rows cannot be brought before the forward pass.
-    late = {
-        sync.param
-        for sync in tables
-        if sync.exchange.pulls
-        and ids_of(step.edited(equation_at(jaxpr, site := step.table_of(sync).boundary), site).edited) is None
-    }
-    again = lambda sync: syncing.table_sync(step.table_of(sync), may_own=False)
-    return dataclasses.replace(step, tables=tuple(again(sync) if sync.param in late else sync for sync in tables))
+
+    @functools.cached_property
+    def _position(self) -> Mapping[str, int]:
+        """The flat argument of every leaf, by path."""
+        return {leaf.path: index for index, leaf in enumerate(self.graph.leaves)}
+
+    def _is_known_before(self, step: SparseStep, sync: TableSync) -> bool:
+        """Tells whether the ids of an owned table are known before the forward pass, and remembers it: it follows from
+        the boundary, and from which of its tables are owned."""
+        site = step.table_of(sync).boundary
+        key = site, step.pulled_at(site)
+        if key not in self._known_before:
+            self._known_before[key] = ids_of(step.edited(equation_at(self.jaxpr, site), site).edited) is not None
+        return self._known_before[key]
+
+    def _unowned(self, sync: TableSync) -> TableSync:
+        """Returns a table whose workers could own its rows as it is where they do not."""
+        chosen = None if self.chosen is None else self.chosen.get(sync.param)
+        if chosen is not None and not chosen.pulls and self._still_fits(sync):
+            return dataclasses.replace(sync, exchange=chosen)
+        return dataclasses.replace(sync, exchange=_asked(self.request.of(sync.param), sync, False))
+
+    def _still_fits(self, sync: TableSync) -> bool:
+        """Tells whether what was chosen for a table fits it as it is laid out."""
+        if self.chosen_for is None:
+            return True
+        before = self.chosen_for.get(sync.param)
+        return before is not None and (before.axes, before.row_size) == (sync.axes, sync.row_size)
+
+    def _table_sync(
+        self, table: LookupTable, asked: ByRows, leaves: Sequence[LeafPlan], may_own: bool, chosen: Exchange | None
+    ) -> TableSync:
+        """Says how a table is synchronised by rows: as was `chosen`, if that fits."""
+        update = _update(table, asked)
+        assert update is not None, "a table whose update does not act on rows stays dense"
+        position = self._position[table.param]
+        leaf = leaves[position]
+        split = spec_axes(leaf.spec[1:])
+        workers = Workers.beside(self.mesh, self.batch_axes, split)
+        axes, num_workers = workers.axes, workers.num_workers
+        is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
+        lookups = tuple(
+            IdCut(_example_dim(lookup, self.graph, self.jaxpr, num_workers), lookup.mode.removesuffix("_or_drop"))
+            for lookup in table.lookups
+        )
+        sync = TableSync(
+            param=table.param,
+            leaf=position,
+            leaves=update.leaves,
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            spec=leaf.spec,
+            axes=axes,
+            num_workers=num_workers,
+            lookups=lookups,
+            row_size=math.prod(leaf.shape[1:]) // self.mesh.size(split),
+            exchange=ByScheme(AllGatherCosts()),
+        )
+        # rows that no worker owns are not pulled from any
+        keeps = chosen is not None and self._still_fits(sync) and (is_owned or not chosen.pulls)
+        exchange = chosen if chosen is not None and keeps else _asked(asked, sync, is_owned)
+        return dataclasses.replace(sync, exchange=exchange)
 
 
-def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
+def _reason(table: LookupTable, jaxpr: Any, leaves: Sequence[LeafPlan], asked: ByRows) -> str:
     """Says why a table stays dense; empty if it need not."""
     if isinstance(asked.scheme, DenseCosts):
         return "asked for"
@@ -93,7 +209,7 @@ def _reason(table: LookupTable, jaxpr: Any, plan: Plan, asked: ByRows) -> str:
         around = equation_at(jaxpr, table.boundary[:depth])
         if kind_of(around) is not CallKind.INLINE:
             return _inside(around)
-    planned = [plan.leaves[index] for index in update.leaves]
+    planned = [leaves[index] for index in update.leaves]
     if (
         isinstance(asked.scheme, SchemeCosts)
         and asked.scheme.needs_whole_rows
@@ -126,56 +242,14 @@ def _update(table: LookupTable, asked: ByRows) -> RowUpdate | None:
     return table.update if table.update is not None or not asked.lazy else table.lazy_update
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Syncing:
-    """Says how tables of a step are synchronised: the step, and what is asked for or chosen."""
-
-    graph: Graph
-    jaxpr: Any
-    plan: Plan
-    request: SyncRequest
-    chosen: Chosen | None
-
-    def table_sync(self, table: LookupTable, may_own: bool = True) -> TableSync:
-        """Says how a table is synchronised by rows. `may_own`: its workers may own the rows that they hold."""
-        mesh, asked = self.plan.mesh, self.request.of(table.param)
-        leaf = {leaf.path: leaf for leaf in self.plan.leaves}[table.param]
-        update = _update(table, asked)
-        assert update is not None, "a table whose update does not act on rows stays dense"
-        split = spec_axes(leaf.spec[1:])
-        workers = Workers.beside(mesh, self.plan.batch_axes, split)
-        axes, num_workers = workers.axes, workers.num_workers
-        is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
-        exchange = None if self.chosen is None else self.chosen[table.param]
-        if exchange is None or (exchange.pulls and not is_owned):  # rows that no worker owns are not pulled from any
-            exchange = _asked(asked, table.num_rows, leaf, num_workers, is_owned)
-        lookups = tuple(
-            IdCut(_example_dim(lookup, self.graph, self.jaxpr, num_workers), lookup.mode.removesuffix("_or_drop"))
-            for lookup in table.lookups
-        )
-        return TableSync(
-            param=table.param,
-            leaf=next(index for index, argument in enumerate(self.graph.leaves) if argument.path == table.param),
-            leaves=update.leaves,
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            spec=leaf.spec,
-            axes=axes,
-            num_workers=num_workers,
-            lookups=lookups,
-            row_size=math.prod(leaf.shape[1:]) // mesh.size(split),
-            exchange=exchange,
-        )
-
-
-def _asked(asked: ByRows, num_rows: int, leaf: LeafPlan, num_workers: int, is_owned: bool) -> Exchange:
-    """Says how a table's rows are added up, as far as that is known before steps were observed. What is not sent, or
-    has no more digits than are sent, is not rounded."""
+def _asked(asked: ByRows, sync: TableSync, is_owned: bool) -> Exchange:
+    """Says how the rows of the table `sync` are added up, as far as that is known before steps were observed. What is
+    not sent, or has no more digits than are sent, is not rounded."""
     scheme = asked.scheme if isinstance(asked.scheme, SchemeCosts) else AllGatherCosts()
     wire_dtype = getattr(scheme, "wire_dtype", None)
-    if wire_dtype is not None and (num_workers == 1 or itemsize(leaf.dtype) <= itemsize(wire_dtype)):
+    if wire_dtype is not None and (sync.num_workers == 1 or itemsize(sync.dtype) <= itemsize(wire_dtype)):
         scheme, wire_dtype = dataclasses.replace(scheme, wire_dtype=None), None
-    return ByOwners(num_rows, wire_dtype=wire_dtype) if is_owned else ByScheme(scheme)
+    return ByOwners(sync.num_rows, wire_dtype=wire_dtype) if is_owned else ByScheme(scheme)
 
 
 def _example_dim(lookup: Any, graph: Graph, jaxpr: Any, num_workers: int) -> int | None:

@@ -1,0 +1,146 @@
+"""Predicts what tables that are synchronised by rows send, and says in the plan how they are.
+
+A table's exchange and what its dense gradient would send come in; its entry of the plan and its collectives come out.
+Each table is predicted by itself, so that a layout that changes one of them leaves the others alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from splitjax.plan import (
+    GRADIENT_SUMS,
+    ROW_EXCHANGE,
+    Collective,
+    Phase,
+    Purpose,
+    PurposeKind,
+    SyncPlan,
+)
+from splitjax.planning.observing import OBSERVED_STEPS, TableDecision
+from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.table_sync import TableSync
+from splitjax.sync.costs.dense import DenseCosts
+from splitjax.sync.costs.exchange import sizes_of
+from splitjax.sync.profile import Table as Costs
+from splitjax.trace.graph import LookupTable, itemsize
+
+_KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
+
+# What is sent for a table as a whole array, and is not where it goes by rows.
+_OF_WHOLE_TABLES = frozenset({PurposeKind.GRADIENT, PurposeKind.GRADIENT_HANDED, PurposeKind.STORED_WEIGHT})
+
+
+def beside_rows(sent: Sequence[Collective], by_rows: Collection[str]) -> tuple[Collective, ...]:
+    """Returns those collectives of `sent` that are left where the tables at the paths `by_rows` go by rows.
+
+    The dense exchanges of their gradients are not, nor are the gathers of tables that are stored in pieces: their rows
+    are pulled, or left to XLA, which mostly finds them where they are."""
+    return tuple(
+        collective
+        for collective in sent
+        if not (collective.purpose.leaf in by_rows and collective.purpose.kind in _OF_WHOLE_TABLES)
+    )
+
+
+def row_exchange(sync: SyncPlan, layer: str) -> tuple[Collective, ...]:
+    """Returns what is sent for a table that goes by rows, whose entry of the plan is `sync`. `layer`: its layer."""
+    if not sync.bytes:
+        return ()
+    purpose = Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, sync.param, scheme=sync.scheme)
+    return (Collective(ROW_EXCHANGE, sync.axis, sync.bytes, layer, purpose),)
+
+
+def dense_bytes(param: str, sent: Sequence[Collective]) -> int:
+    """Returns the bytes of those collectives of `sent` that sum the gradient of `param` where it goes whole."""
+    return sum(
+        collective.bytes
+        for collective in sent
+        if collective.purpose.kind in GRADIENT_SUMS and collective.purpose.leaf == param
+    )
+
+
+def row_bytes(step: SparseStep) -> dict[str, int]:
+    """Returns the bytes that a device has of the gradient of each table of `step` that goes by rows, by its path."""
+    return {table.param: _row_bytes(table, step.table_of(table)) for table in step.tables}
+
+
+def _row_bytes(table: TableSync, traced: LookupTable) -> int:
+    """Returns the bytes that a device has of a table's gradient: the rows of its lookups and their sums; then, in the
+    exchange or in its fallback, what it sends and gets; and the residual of a table that is rounded."""
+    n, capacities = table.num_workers, table.capacities
+    num_ids = sum(lookup.num_ids for lookup in traced.lookups) // n
+    local = min(num_ids, table.num_rows)
+    everything = n * local + min(n * local, table.num_rows)
+    if capacities is None or n == 1:
+        moved = everything if n > 1 else 0
+    else:
+        moved = max(
+            everything, capacities.local + capacities.union + capacities.hot + n * (capacities.push + capacities.pull)
+        )
+    residual = table.num_rows if table.wire_dtype else 0
+    return (num_ids + local + moved + residual) * table.row_size * itemsize(table.dtype)
+
+
+def sync_plans(
+    step: SparseStep, batch_axes: Sequence[str], dense: Mapping[str, int], decision: TableDecision | None
+) -> tuple[SyncPlan, ...]:
+    """Returns the entries for all tables of `step` with lookups, also for those that stay dense.
+
+    **Arguments:** `batch_axes`: over which the batch lies. `dense`: by table, what its dense gradient sends (0 where it
+    has none). `decision`: their exchanges; None while the first steps are observed."""
+    tables = {table.param: table for table in step.tables}
+    entries = []
+    for traced in step.graph.tables:
+        table, sent = tables.get(traced.param), dense.get(traced.param, 0)
+        if table is None:
+            entries.append(_dense_plan(traced, "+".join(batch_axes), sent, _why_dense(traced, step, decision)))
+        else:
+            entries.append(_rows_plan(table, traced, sent, decision))
+    return tuple(entries)
+
+
+def _why_dense(traced: LookupTable, step: SparseStep, decision: TableDecision | None) -> str:
+    """Says why a table stays dense."""
+    chosen = None if decision is None else decision.chosen.get(traced.param)
+    if decision is not None and chosen is not None and chosen.is_dense:
+        return decision.why[traced.param]
+    return step.reasons[traced.param]
+
+
+def _dense_plan(traced: LookupTable, axis: str, sent: int, why: str) -> SyncPlan:
+    """Returns the entry of a table that stays dense."""
+    return SyncPlan(traced.param, DenseCosts.name, axis, traced.num_rows, sent, sent, why)
+
+
+def _rows_plan(table: TableSync, traced: LookupTable, dense: int, decision: TableDecision | None) -> SyncPlan:
+    """Returns the entry of a table that goes by rows."""
+    exchange = table.exchange
+    sizes = Costs(table.num_rows, table.row_size, itemsize(table.dtype), table.num_workers)
+    if decision is None or exchange.capacities is None:
+        why = f"the first {OBSERVED_STEPS} steps are observed, with all rows gathered"
+    else:
+        why = decision.why[traced.param]
+    if decision is None or not decision.is_whole:
+        why = "; ".join((*_changes(table, traced), why))
+    return SyncPlan(
+        traced.param,
+        exchange.name,
+        "+".join(table.axes),
+        traced.num_rows,
+        exchange.predicted_bytes(sizes) if table.num_workers > 1 else 0,
+        dense,
+        why,
+        traced.update is None,
+        exchange.options,
+        sizes_of(exchange.capacities),
+    )
+
+
+def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:
+    """Says what about the exchange of a table changes the numbers."""
+    if traced.update is None:
+        yield f"lazy, which changes the numbers: {traced.reason}"
+    if table.wire_dtype:
+        read = ", and the rows that are read" if table.exchange.pulls else ""
+        yield f"gradients{read} are rounded to {table.wire_dtype} on the wire, which changes the numbers: {_KEPT}"
