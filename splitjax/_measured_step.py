@@ -18,7 +18,7 @@ from splitjax.partial.request import PartialBackprop
 from splitjax.roles import Role
 from splitjax.step.consumed import GivenStates
 from splitjax.step.positions import positional
-from splitjax.sync.scheme import Link
+from splitjax.sync.costs.schemes import Link
 
 if TYPE_CHECKING:
     from splitjax.partial.advice import Advice

@@ -23,7 +23,8 @@ from splitjax.planning.tables.table_sync import TableSync
 from splitjax.sync.costs.dense import DenseCosts
 from splitjax.sync.costs.exchange import sizes_of
 from splitjax.sync.profile import Table as Costs
-from splitjax.trace.graph import LookupTable, itemsize
+from splitjax.trace.graph import itemsize
+from splitjax.trace.tables import LookupTable
 
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
 
