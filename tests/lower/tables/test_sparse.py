@@ -382,7 +382,10 @@ def test_what_stays_dense_says_why():
     why = reasons(make_step(adam), init(adam))[0]["params/in"]
     assert "changes, by mul" in why and why.endswith("lazy=True would leave these rows alone")
     found, plan = reasons(make_step(CLIPPED), init(CLIPPED), shard_state=True)
-    assert set(found.values()) == {"its gradient is summed into parts (shard_state)"}
+    (why,) = set(found.values())
+    assert why.startswith("its gradient is summed into parts (shard_state), of which each worker writes its own")
+    assert "leave shard_state off" in why and 'rules="embedding_owner"' in why  # what it says to do is possible:
+    assert reasons(make_step(CLIPPED), init(CLIPPED), shard_state=True, rules="embedding_owner")[0] == {}
     assert not any(one.op == "row_exchange" for one in plan.collectives)
     assert all(sync.bytes == sync.dense_bytes > 0 for sync in plan.syncs)
 
