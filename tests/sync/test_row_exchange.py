@@ -29,8 +29,7 @@ def test_owners_hold_their_rows_and_own_equally_many(n):
     cold = rng.random(rows) < 0.95
     quota = -(-int(cold.sum()) // n) + 10
     owner, place = found = owners_of(held, cold, quota)
-    cold = np.ones(4000, bool)
-    on_devices = jax.jit(contributors, static_argnums=(2, 3, 4))(holders_of(held), cold, 4, 1000, ON_DEVICES)
+    on_devices = jax.jit(contributors, static_argnums=(2, 3, 4))(holders_of(held), cold, n, quota, ON_DEVICES)
     for ours, theirs in zip(on_devices, found, strict=True):
         np.testing.assert_array_equal(ours[cold], theirs[cold])
     assert (owner[~cold] == n).all() and (owner[cold] < n).all()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from splitjax.errors import SyncError
 from splitjax.sync.costs.capacities import Capacities
@@ -77,7 +77,11 @@ class ByScheme:
 
     scheme: SchemeCosts
     capacities: Capacities | None = None
-    pulls: ClassVar[bool] = False
+
+    @property
+    def pulls(self) -> bool:
+        """Whether rows are pulled: every worker reads the table by itself."""
+        return False
 
     @property
     def name(self) -> str:
@@ -126,9 +130,21 @@ class ByOwners:
     pattern: str = "auto"
     wire_dtype: str | None = None
     ownership: str = "range"
-    name: ClassVar[str] = OWNED
-    pulls: ClassVar[bool] = True
-    is_dense: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """What plans call it."""
+        return OWNED
+
+    @property
+    def pulls(self) -> bool:
+        """Whether rows are pulled: no worker has all of them."""
+        return True
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the whole table is all-reduced: no worker has it."""
+        return False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -192,7 +208,9 @@ def exchange_of(name: str, options: Mapping[str, Any], sizes: Mapping[str, Any],
             )
     fields: dict[str, Any] = {size: tuple(value) if isinstance(value, list) else value for size, value in sizes.items()}
     capacities = Capacities(**fields)
-    given = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    given: dict[str, Any] = {
+        option: tuple(value) if isinstance(value, list) else value for option, value in options.items()
+    }
     cls = ByOwners if name == OWNED else COSTS.find(name, place="scheme", also=(OWNED,))
     of_table = ("num_rows", "capacities")  # what it takes from the table, and not from whoever chose it
     allowed = [field.name for field in dataclasses.fields(cls) if field.name not in of_table]
