@@ -40,7 +40,7 @@ STEPS = {
     "auto": ("deepfm", "splitbrain", True, {"sync": "auto"}),
     "owners": ("deepfm", "embedding_owner", True, {"sync": "auto"}),
     "sharded state": ("deepfm", "data_parallel", False, {"sync": "zen", "shard_state": True}),
-    "both": ("deepfm", "data_parallel", True, {"sync": "row_exchange", "backprop": SPATIAL}),
+    "both": ("deepfm", "megatron", True, {"sync": "row_exchange", "backprop": SPATIAL}),
 }
 
 
@@ -90,7 +90,7 @@ def test_a_change_is_predicted_as_the_whole_step_is(name):
     has_partial, has_tables = (option in STEPS[name][3] for option in ("backprop", "sync"))
     assert (partials[0] is not None) == has_partial and bool(syncs[0]) == has_tables
     if has_partial:
-        assert len({str(partial) for partial in partials}) > 5, "the changes hardly reach a segment"
+        assert len({str(partial) for partial in partials}) > 3, "the changes hardly reach a segment"
     if has_tables:
         assert len({str(sync) for sync in syncs}) > 1, "the changes hardly reach a table"
 
