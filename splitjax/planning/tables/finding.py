@@ -102,9 +102,9 @@ class TableFinder:
         in flat order."""
         return tuple(self.find_table(table, leaves) for table in self.graph.tables)
 
-    def find_table(self, table: LookupTable, leaves: Sequence[LeafPlan], may_own: bool = True) -> Found:
-        """Returns how a `table` is synchronised by rows, or why it is not. `leaves`: the layout, in flat order.
-        `may_own`: its workers may own the rows that they hold."""
+    def find_table(self, table: LookupTable, leaves: Sequence[LeafPlan]) -> Found:
+        """Returns how a `table` is synchronised by rows where it could own its rows, or why it is not. `leaves`: the
+        layout, in flat order."""
         asked = self.request.of(table.param)
         if not self.request.names(table.param):
             return "no pattern of sync= fits it"
@@ -113,7 +113,7 @@ class TableFinder:
         chosen = None if self.chosen is None else self.chosen.get(table.param)
         if chosen is not None and chosen.is_dense:
             return CHOSEN_DENSE
-        return self._table_sync(table, asked, leaves, may_own, chosen)
+        return self._table_sync(table, asked, leaves, chosen)
 
     def reaches(self, table: LookupTable) -> frozenset[int]:
         """Returns the flat arguments whose layout bears on how a `table` is synchronised."""
@@ -164,7 +164,7 @@ class TableFinder:
         return before is not None and (before.axes, before.row_size) == (sync.axes, sync.row_size)
 
     def _table_sync(
-        self, table: LookupTable, asked: ByRows, leaves: Sequence[LeafPlan], may_own: bool, chosen: Exchange | None
+        self, table: LookupTable, asked: ByRows, leaves: Sequence[LeafPlan], chosen: Exchange | None
     ) -> TableSync:
         """Says how a table is synchronised by rows: as was `chosen`, if that fits."""
         update = _update(table, asked)
@@ -174,7 +174,7 @@ class TableFinder:
         split = spec_axes(leaf.spec[1:])
         workers = Workers.beside(self.mesh, self.batch_axes, split)
         axes, num_workers = workers.axes, workers.num_workers
-        is_owned = may_own and bool(axes) and spec_axes(leaf.spec[:1]) == axes
+        is_owned = bool(axes) and spec_axes(leaf.spec[:1]) == axes
         lookups = tuple(
             IdCut(_example_dim(lookup, self.graph, self.jaxpr, num_workers), lookup.mode.removesuffix("_or_drop"))
             for lookup in table.lookups
