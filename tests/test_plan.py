@@ -9,7 +9,7 @@ import pickle
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from jax.sharding import PartitionSpec as P
 
 from splitjax.errors import PlanError
@@ -169,9 +169,15 @@ def test_json_round_trip_is_exact(plan):
     assert plan.diff(again) == ()
 
 
+def tells_words(plan: Plan) -> bool:
+    return any(collective.purpose.is_told for collective in plan.collectives)
+
+
 @settings(max_examples=60, deadline=None)
 @given(plans(), plans())
 def test_diff_is_empty_exactly_for_equal_plans(a, b):
+    # Of two plans one of which is from before purposes were data, purposes cannot be compared (tests/test_purpose.py).
+    assume(tells_words(a) == tells_words(b))
     assert (a.diff(b) == ()) == (a == b) == (a.digest == b.digest)
     assert (b.diff(a) == ()) == (a == b)
     reordered = dataclasses.replace(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from splitjax import _compat
 from splitjax.mesh import MeshShape
-from splitjax.report import wire
+from splitjax.report import protobuf, wire
 from splitjax.report.hlo import CompiledCollective, read_collectives
 
 COLLECTIVES = (
@@ -76,32 +76,32 @@ def scheduled_modules(compiled: object) -> list[Scheduled]:
 
 def read(data: bytes) -> Scheduled:
     """Reads a serialised `HloModuleProto` a second time, for what `wire.read_module` leaves out."""
-    fields, module = wire._fields(data), wire.read_module(data)
+    fields, module = protobuf.fields_of(data), wire.read_module(data)
     module = _with_trips(module, fields)
     order = {}
-    for entry in map(wire._fields, wire._message(fields, 7).get(1, ())):
-        order[wire._number(entry, 1)] = wire._numbers(wire._message(entry, 2), 1)
+    for entry in protobuf.messages_at(protobuf.message_at(fields, 7), 1):
+        order[protobuf.number_at(entry, 1)] = protobuf.numbers_at(protobuf.message_at(entry, 2), 1)
     details = {}
-    for computation in map(wire._fields, fields.get(3, ())):
-        number = wire._number(computation, 5)
+    for computation in protobuf.messages_at(fields, 3):
+        number = protobuf.number_at(computation, 5)
         known = module.computations[number].instructions
         details[number] = {
-            wire._number(one, 35): _detail(one, known)
-            for one in map(wire._fields, computation.get(2, ()))
-            if wire._text(one, 2) in ("dot", "convolution", "custom-call")
+            protobuf.number_at(one, 35): _detail(one, known)
+            for one in protobuf.messages_at(computation, 2)
+            if protobuf.text_at(one, 2) in ("dot", "convolution", "custom-call")
         }
     return Scheduled(module, order, details)
 
 
-def _with_trips(module: wire.Module, fields: Mapping[int, list]) -> wire.Module:
+def _with_trips(module: wire.Module, fields: protobuf.Message) -> wire.Module:
     """The module with the turns of loops that only their condition tells (a TPU's), as JAX writes it: a counter from 0,
     less than N."""
     constants = {}
-    for computation in map(wire._fields, fields.get(3, ())):
-        for one in map(wire._fields, computation.get(2, ())):
-            value = wire._numbers(wire._message(one, 8), 4)
-            if wire._text(one, 2) == "constant" and len(value) == 1:
-                constants[wire._number(computation, 5), wire._number(one, 35)] = value[0]
+    for computation in protobuf.messages_at(fields, 3):
+        for one in protobuf.messages_at(computation, 2):
+            value = protobuf.numbers_at(protobuf.message_at(one, 8), 4)
+            if protobuf.text_at(one, 2) == "constant" and len(value) == 1:
+                constants[protobuf.number_at(computation, 5), protobuf.number_at(one, 35)] = value[0]
     limits = {}
     for number, computation in module.computations.items():
         root = computation.instructions.get(computation.root)
@@ -150,22 +150,24 @@ def _flops(scheduled: Scheduled, computation: int, known: dict[int, int]) -> int
 
 
 def product_flops(
-    opcode: str, operands: list[tuple[int, ...]], result: tuple[int, ...], fields: Mapping[int, list]
+    opcode: str, operands: list[tuple[int, ...]], result: tuple[int, ...], fields: protobuf.Message
 ) -> int:
     """Flops of one dot or convolution, two per multiplication with a value that is there (padding and dilation count
     nothing)."""
     if opcode == "dot":
-        contracted = wire._numbers(wire._message(fields, 30), 1)
+        contracted = protobuf.numbers_at(protobuf.message_at(fields, 30), 1)
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in contracted)
-    numbers = wire._message(fields, 16)
-    window = [wire._fields(one) for one in wire._message(fields, 15).get(1, ())]
-    batch, features = (operands[0][wire._number(numbers, field)] for field in (7, 8))
-    out_features = result[wire._number(numbers, 10)]
+    numbers = protobuf.message_at(fields, 16)
+    window = protobuf.messages_at(protobuf.message_at(fields, 15), 1)
+    batch, features = (operands[0][protobuf.number_at(numbers, field)] for field in (7, 8))
+    out_features = result[protobuf.number_at(numbers, 10)]
     pairs = 1
-    for dim_in, dim_out, one in zip(wire._numbers(numbers, 11), wire._numbers(numbers, 12), window, strict=True):
-        size, stride, low, _, dilation, base = (wire._number(one, field) for field in range(1, 7))
+    for dim_in, dim_out, one in zip(
+        protobuf.numbers_at(numbers, 11), protobuf.numbers_at(numbers, 12), window, strict=True
+    ):
+        size, stride, low, _, dilation, base = (protobuf.number_at(one, field) for field in range(1, 7))
         pairs *= _pairs(operands[0][dim_in], result[dim_out], size, max(stride, 1), low, max(dilation, 1), max(base, 1))
-    groups, batch_groups = (max(wire._number(fields, field), 1) for field in (50, 61))
+    groups, batch_groups = (max(protobuf.number_at(fields, field), 1) for field in (50, 61))
     return 2 * pairs * (batch // batch_groups) * (features // groups) * out_features
 
 
@@ -178,12 +180,12 @@ def _pairs(size_in: int, size_out: int, size: int, stride: int, low: int, dilati
     return found
 
 
-def _detail(fields: Mapping[int, list], known: Mapping[int, wire.Instruction]) -> Detail:
-    opcode = wire._text(fields, 2)
+def _detail(fields: protobuf.Message, known: Mapping[int, wire.Instruction]) -> Detail:
+    opcode = protobuf.text_at(fields, 2)
     if opcode == "custom-call":
-        return Detail(target=wire._text(fields, 28))
-    operands = [known[number].shape.dims for number in wire._numbers(fields, 36)]
-    return Detail(flops=product_flops(opcode, operands, wire._shape(wire._message(fields, 3)).dims, fields))
+        return Detail(target=protobuf.text_at(fields, 28))
+    operands = [known[number].shape.dims for number in protobuf.numbers_at(fields, 36)]
+    return Detail(flops=product_flops(opcode, operands, wire.shape_of(protobuf.message_at(fields, 3)).dims, fields))
 
 
 # Schedules. A TPU's compiler writes a collective that runs beside compute as a chain of fusions: one that starts it,

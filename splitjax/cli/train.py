@@ -298,16 +298,18 @@ class _TrainingRun:
             ).__enter__()
         ]
         stack.callback(made[0].close)
-        folder = self.options.training.checkpoint_dir or pathlib.Path()
         for path, make in (
             (watching.metrics, lambda path: JsonLines(path, done)),
             (watching.csv, lambda path: Table(path, COLUMNS, done)),
             (watching.tensorboard, TensorBoard),
-            (watching.wandb, lambda project: WeightsAndBiases(project, folder)),
         ):
             if path is not None:
                 made.append(make(path))
                 stack.callback(made[-1].close)
+        if watching.wandb is not None:
+            folder = self.options.training.checkpoint_dir or pathlib.Path()
+            made.append(WeightsAndBiases(watching.wandb, folder))
+            stack.callback(made[-1].close)
         return made
 
     def _close(self, outcome: TrainingOutcome, stop: StopRequest, ledger: Ledger) -> int:

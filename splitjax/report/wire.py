@@ -203,7 +203,7 @@ def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
         id=number_at(fields, 35),
         name=text_at(fields, 1),
         opcode=opcode,
-        shape=_shape(message_at(fields, 3)),
+        shape=shape_of(message_at(fields, 3)),
         op_name=text_at(metadata, 2),
         stack_frame=number_at(metadata, 15),
         source=(text_at(metadata, 3), number_at(metadata, 4)),
@@ -232,8 +232,9 @@ def _attribute(fields: Message, name: str) -> str:
     return next((value for key, value in entries if key == name), "")
 
 
-def _shape(fields: Message) -> Shape:
-    return Shape(number_at(fields, 2), numbers_at(fields, 3), tuple(map(_shape, messages_at(fields, 4))))
+def shape_of(fields: Message) -> Shape:
+    """Reads an `xla.ShapeProto`."""
+    return Shape(number_at(fields, 2), numbers_at(fields, 3), tuple(map(shape_of, messages_at(fields, 4))))
 
 
 def _groups(fields: Message) -> GroupList:
