@@ -37,6 +37,7 @@ class QuietRun:
     - `load`: least, median and most of the machine's runnable processes in the meantime, those of the run included
       (the first field of /proc/loadavg, every 10 s).
     - `num_cores`: of the machine.
+    - `series`: which of the series that ran side by side it belongs to.
     """
 
     commit: str
@@ -51,20 +52,21 @@ class QuietRun:
     worst_p99_seconds: float
     load: tuple[float, float, float]
     num_cores: int
+    series: int = 0
 
 
-def measure(hours: float, output: pathlib.Path) -> list[QuietRun]:
-    """Runs one after another until `hours` have passed, appending each to its file in `output`; returns all that the
-    file has."""
+def measure(hours: float, output: pathlib.Path, series: int = 0) -> list[QuietRun]:
+    """Runs one after another until `hours` have passed, appending each to its file in `output`, which several
+    series may share; returns all that the file has."""
     records = output / RECORDS
     until = time.monotonic() + 3600 * hours
     while time.monotonic() < until:
-        number = len(read(records))
+        number = sum(run.series == series for run in read(records))
         with tempfile.TemporaryDirectory(prefix="splitjax-quiet-") as folder:
             run = quiet_run(pathlib.Path(folder), DEADLINES[number % len(DEADLINES)], until - time.monotonic())
         output.mkdir(parents=True, exist_ok=True)
         with open(records, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(run)) + "\n")
+            file.write(json.dumps(dataclasses.asdict(dataclasses.replace(run, series=series))) + "\n")
         print(run, flush=True)
     return read(records)
 

@@ -9,6 +9,7 @@ import pathlib
 import random
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,31 +21,53 @@ from benchmarks.faults.checks import Fault, compare, lost, with_problems
 from benchmarks.faults.kills import KILLED_WITHIN_SECONDS, START_SECONDS, ended, settle
 from benchmarks.faults.run import Launched, Overdue, Recipe
 from benchmarks.faults.stuck import CHECKPOINT_EVERY, script
+from benchmarks.faults.worker import BACK
 
 # Of Debian's package `libfaketime`; it is preloaded into one run, and the machine's clock is left alone.
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 FAKETIME_VARIABLE = "SPLITJAX_FAULTS_FAKETIME"
 # JAX's own heartbeat where no launcher sets one, and as much again for its error to end the process.
 CLUSTER_HEARTBEAT_SECONDS = 100.0
+NUM_RESTARTS = 2
 PACE = ("--pace", "0.1")
 _RESUMED = re.compile(r"resumed from the checkpoint of step ([0-9]+)")
 
 
-def faketime() -> str | None:
-    """Where the library lies; None where it is not installed."""
-    path = os.environ.get(FAKETIME_VARIABLE, FAKETIME)
-    return path if pathlib.Path(path).exists() else None
+# libfaketime 0.9.10 moves also those sleeps that end at a time of the monotonic clock, as Python's do: they fail. This
+# goes before it, and hands them to the kernel.
+_SLEEP = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *time, struct timespec *left) {
+    return syscall(SYS_clock_nanosleep, clock, flags, time, left) ? errno : 0;
+}
+"""
+
+
+def faketime(folder: pathlib.Path) -> str:
+    """What is preloaded; partly compiled into `folder`. Raises `Overdue` where it cannot be had."""
+    library = os.environ.get(FAKETIME_VARIABLE, FAKETIME)
+    if not pathlib.Path(library).exists() or shutil.which("cc") is None:
+        raise Overdue(f"install libfaketime (or say in {FAKETIME_VARIABLE} where it is) and a C compiler")
+    sleep = folder / "sleep.so"
+    command = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(sleep)]
+    subprocess.run(command, input=_SLEEP, text=True, check=True)
+    return f"{sleep}:{library}"
 
 
 def clock_jumps(recipe: Recipe, reference: Recipe, seconds: float, rng: random.Random) -> Fault:
     """The clock of a whole run, its launcher's too, is set by so many seconds in the middle: nobody is ended."""
-    fault = Fault(f"clock set by {seconds:+g} s", "step", CHECKPOINT_EVERY)
-    library = faketime()
-    if library is None:
-        return with_problems(fault, [f"install libfaketime, or say in {FAKETIME_VARIABLE} where it is"])
+    fault = Fault(f"clock set by {seconds:+.0f} s", "step", CHECKPOINT_EVERY)
     recipe.folder.mkdir(parents=True)
+    try:
+        library = faketime(recipe.folder)
+    except Overdue as error:
+        return with_problems(fault, [str(error)])
     file = recipe.folder / "clock"
-    file.write_text("+0")
+    file.write_text("+0\n")
     variables = {
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": str(file),
@@ -60,7 +83,7 @@ def clock_jumps(recipe: Recipe, reference: Recipe, seconds: float, rng: random.R
             run.until(f"step {wanted}", lambda: run.last_step() >= wanted, START_SECONDS)
             sight = run.sight()
             scratch = file.with_name("clock.new")
-            scratch.write_text(f"{seconds:+g}")
+            scratch.write_text(f"{seconds:+.0f}\n")
             scratch.replace(file)
             again = run.until("a step", lambda: run.last_step() > sight.last_step + 1, START_SECONDS)
             status = run.end(START_SECONDS)
@@ -112,6 +135,43 @@ def out_of_memory(recipe: Recipe, reference: Recipe, rank: int, rng: random.Rand
         except Overdue as error:
             problems.append(str(error))
         problems += ["processes were left running"] if run.process.poll() is not None and run.left_running() else []
+    return with_problems(fault, problems)
+
+
+def gone_for_good(recipe: Recipe, reference: Recipe, rank: int, rng: random.Random) -> Fault:
+    """A worker is killed, and fails at every further start: once the restarts are used up the launcher ends and says
+    who is missing; when it is there again, the same command goes on."""
+    at = rng.randrange(CHECKPOINT_EVERY + 5, 3 * CHECKPOINT_EVERY)
+    recipe = script(recipe.folder, recipe.cache, *("--fault", "gone", "--rank", str(rank), "--at", str(at)))
+    fault = Fault("worker gone for good", f"step {at}", CHECKPOINT_EVERY)
+    problems: list[str] = []
+    try:
+        with Launched(recipe, restarts=NUM_RESTARTS) as run:
+            run.until(f"step {at - 2}", lambda: run.last_step() >= at - 2, START_SECONDS)
+            status = run.end(START_SECONDS)
+            text, before, last = run.text, run.complete(), run.last_step()
+        problems += [] if status == 3 else [f"exit status {status}, not the worker's 3"]
+        problems += [] if text.count(f"[launch] worker {rank} failed") == 1 + NUM_RESTARTS else ["it was not named"]
+        if f"all {NUM_RESTARTS} restarts are used up" not in text:
+            problems.append(f"that restarts are used up was not said: {text[-500:]}")
+        (recipe.folder / BACK).touch()
+        recipe = script(recipe.folder, recipe.cache)
+        with Launched(recipe) as run:
+            begun = run.began
+            again = run.until("a step", run.has_stepped, START_SECONDS)
+            resumed = run.resumed_step()
+            status = run.end(START_SECONDS)
+        problems += [f"exit status {status}: {run.text[-800:]}"] if status else compare(recipe, reference)
+        problems += lost(recipe, before)
+        fault = dataclasses.replace(
+            fault,
+            last_step=last,
+            resumed_step=resumed,
+            again_seconds=again - begun,
+            note=f"{NUM_RESTARTS} restarts in vain, naming worker {rank}; once it was back the same command went on",
+        )
+    except Overdue as error:
+        problems.append(str(error))
     return with_problems(fault, problems)
 
 

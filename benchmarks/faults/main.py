@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="*", default=[], help="of parts whose faults are met one by one: only these")
     parser.add_argument("--missing", action="store_true", help="of those parts: only what was not met yet")
     parser.add_argument("--hours", type=float, default=2.0, help="of false_alarms, which runs only if it is named")
+    parser.add_argument("--series", type=int, default=0, help="number of this one among those side by side")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the bytes")
     parser.add_argument("--quick", action="store_true", help="one fault of each part, printed only (or to --output)")
     parser.add_argument(
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for name in dict.fromkeys(options.only):
         if name == "false_alarms":
-            false_alarms.measure(options.hours, options.output)
+            false_alarms.measure(options.hours, options.output, options.series)
         elif name == "tracking":
             print(overhead.measure(options.output), flush=True)
     names = [name for name in options.only if name in page.TITLES] if options.only else list(page.TITLES)
@@ -286,6 +287,14 @@ CELLS: dict[str, dict[str, Meet]] = {
             f"memory-{rank}": (
                 lambda place, rng, rank=rank: hardships.out_of_memory(
                     place.script("memory"), place.done("script"), rank, rng
+                )
+            )
+            for rank in (0, 1)
+        },
+        **{
+            f"gone-{rank}": (
+                lambda place, rng, rank=rank: hardships.gone_for_good(
+                    place.script("gone"), place.done("script"), rank, rng
                 )
             )
             for rank in (0, 1)

@@ -28,7 +28,7 @@ TITLES = {
     "stops": "The run is asked to end, or loses its launcher",
     "stuck": "A worker lives and is stuck",
     "slow": "A worker is slow, or stands still for a while",
-    "outside": "The clock jumps, memory is over, the coordinator is gone",
+    "outside": "The clock jumps, memory is over, a worker or the coordinator is gone",
     "numbers": "The loss is NaN",
     "interrupts": "Ctrl-C at random moments of a command",
 }
@@ -136,7 +136,8 @@ def _quiet(runs: Sequence[false_alarms.QuietRun]) -> list[str]:
         " straggler at the end.**",
         "",
         f"Those runs (`--only false_alarms`, commit {', '.join(sorted({run.commit for run in runs}))}): two processes,"
-        f" steps of {false_alarms.PACE_SECONDS:g} s, a save every {false_alarms.CHECKPOINT_EVERY} steps"
+        f" {len({run.series for run in runs})} series of runs side by side, steps of {false_alarms.PACE_SECONDS:g} s, a"
+        f" save every {false_alarms.CHECKPOINT_EVERY} steps"
         f" ({sum(run.num_saves for run in runs)} in all), half of them with the default deadlines and half with"
         f" `{' '.join(false_alarms.DEADLINES[1])}`; the machine's load was"
         f" {statistics.median(load[1] for load in loads):.0f} in the median ({min(load[0] for load in loads):.0f} to"

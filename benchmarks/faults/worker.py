@@ -11,13 +11,15 @@ import argparse
 import os
 import pathlib
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FAULTS = ("python", "loader", "collective", "trace", "compile", "save", "slow", "memory")
+FAULTS = ("python", "loader", "collective", "trace", "compile", "save", "slow", "memory", "gone")
 SLOW_SECONDS = 0.2
+BACK = "back"  # a file that says that a worker which was gone is there again
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     splitjax.initialize()  # on a cluster; under the launcher importing has done it
     is_struck = jax.process_index() == options.rank and os.environ.get("SPLITJAX_ATTEMPT", "0") == "0"
     fault = options.fault if is_struck else None
+    if options.fault == "gone" and jax.process_index() == options.rank and not is_struck:
+        if not (options.folder / BACK).exists():
+            os._exit(3)  # its machine is not there any more
     if fault == "compile":
         jax.monitoring.register_event_duration_secs_listener(stuck_in_compile)
     model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
@@ -171,6 +176,8 @@ class _HostCode:
             stuck_in_a_collective()
         elif self._fault == "memory" and row["step"] == self._at:
             take_memory()
+        elif self._fault == "gone" and row["step"] == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
         pass
