@@ -291,7 +291,9 @@ class Run:
 
     def _coordinator(self) -> processes.Coordinator:
         network, first, count = self.network, self._taking_part[0], len(self._taking_part)
-        listen = lambda host: processes.Coordinator(host, count, self.config.heartbeat_seconds)
+        # The service measures silence by the clock that can be set: an hour forward, and all workers count as gone.
+        # Here the watch hears of silent workers, and a worker that is cut off notices that by itself.
+        listen = lambda host: processes.Coordinator(host, count, processes.NEVER_SECONDS)
         return listen(LOOPBACK) if network is None else network.call(first, lambda: listen(network.address(first)))
 
     def _spawn(

@@ -267,6 +267,10 @@ class Guard:
             pass  # killed by hand: the workers still die with the launcher, only what they started does not
 
 
+# The longest silence that the service can be told to bear, 68 years.
+NEVER_SECONDS = 2**31 - 1
+
+
 class Coordinator:
     """Holds JAX's coordination service in the launcher: it does not end with a worker, so that every worker can end
     when it has to.
