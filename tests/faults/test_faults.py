@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -196,6 +197,15 @@ def test_what_is_not_said_of_a_stuck_worker_is_found_out():
     assert any("stuck_in_save" in problem for problem in stuck.unclear(SAID, "save", 1))
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """A shell's background jobs ignore Ctrl-C, and so would the commands that a test in one starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_command_that_is_interrupted_ends_cleanly(tmp_path):
     recipe = Recipe(tmp_path / "run", tmp_path / "compiled")
     end = interrupts._run([sys.executable, "-m", "splitjax.cli", "doctor"], tmp_path, recipe.environment(), 0.0)
