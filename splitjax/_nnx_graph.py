@@ -65,6 +65,7 @@ class ObjectGraph:
     names: tuple[str, ...]  # of the objects
     paths: tuple[str, ...]
     groups: tuple[int, ...]
+    said: tuple[tuple[int, int, str, Any, Any], ...] = ()  # annotations: see `splitjax.step.said`
 
     @classmethod
     def of(cls, graphdef: Any, flat: Any, names: tuple[str, ...], is_state: Sequence[bool]) -> ObjectGraph:
@@ -82,7 +83,8 @@ class ObjectGraph:
                     place=paths[-1],
                     remedy="make the variable without ref=True",
                 )
-        return cls(graphdef, names, tuple(paths), tuple(groups))
+        graph = cls(graphdef, names, tuple(paths), tuple(groups))
+        return dataclasses.replace(graph, said=tuple(_said(graph, flat)))
 
     @functools.cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
@@ -108,6 +110,23 @@ class ObjectGraph:
         `split`."""
         sources = {STATE: iter(state), CONSTANTS: iter(constants), READ: iter(read)}
         return [next(sources[group]) for group in self.groups]
+
+
+def _said(graph: ObjectGraph, flat: Any) -> Iterator[tuple[int, int, str, Any, Any]]:
+    """Returns what the metadata of variables say of where they live (`out_sharding`, which has been called `sharding`
+    and `sharding_names`): group, number of the array in it, who says so, names, logical axis rules."""
+    for group, members in graph.members.items():
+        number = 0
+        for k in members:
+            leaf = flat.leaves[k]
+            size = len(jax.tree.leaves(raw(leaf)))
+            said = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+            if said.get("out_sharding") is not None and size == 1:
+                how = "nnx.with_partitioning" if "mesh" in said else "out_sharding="
+                place = ".".join(map(str, flat.paths[k][1:])) or graph.paths[k]
+                names = getattr(said["out_sharding"], "sharding", said["out_sharding"])  # of a `Format`
+                yield group, number, f"{how} of {place}", names, said.get("sharding_rules")
+            number += size
 
 
 def names_in(known: Sequence[str], names: Sequence[str], paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class RuleError(SplitjaxError, ValueError):
     """A rule or rule set that is malformed, or that does not do anything for this model."""
 
 
+class PinError(RuleError):
+    """An annotation, or the sharding of an array, that pins it where it cannot be, or against another pin or the user's
+    own rule."""
+
+
 class PlanError(SplitjaxError, ValueError):
     """A plan that does not fit the step, or that cannot be read."""
 

@@ -128,6 +128,10 @@ class _StaticObjects(Static):
     graph: ObjectGraph
     fixed: Mapping[int, Fixed]  # argument number -> the static argument
 
+    def splitjax_annotations(self) -> tuple[tuple[int, int, str, Any, Any], ...]:
+        """Returns what the variables' metadata say of where they live, for `splitjax.step.said`."""
+        return self.graph.said
+
 
 class NNXStep(FilteredStep[P, R]):
     """A decorated step over NNX objects. Call it like the function it wraps; the methods show, place, compile and reuse

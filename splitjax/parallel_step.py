@@ -99,13 +99,15 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
             try:
                 result = self._run(entry, args)
             except SignatureChanged:
-                result = self._run(self._programs.settled(self._programs.entry(args)), args)
-            except (TypeError, ValueError):
-                # jax.jit looks at leaves and structure of the arguments before it traces
                 fitting = self._programs.settled(self._programs.entry(args))
-                if fitting is entry:
+                result = self._run(fitting, fitting.laid_out(self._recipe, args))
+            except (TypeError, ValueError):
+                # jax.jit looks at leaves, structure and shardings of the arguments before it traces
+                fitting = self._programs.settled(self._programs.entry(args))
+                placed = fitting.laid_out(self._recipe, args)
+                if fitting is entry and placed is args:
                     raise
-                result = self._run(fitting, args)
+                result = self._run(fitting, placed)
         except (RuntimeError, ValueError) as error:
             raise self._explain(error, args) from error
         self._states.called(args, frame)

@@ -33,6 +33,7 @@ from splitjax.step.agreement import agree, program_text
 from splitjax.step.arguments import Bound
 from splitjax.step.positions import ArgumentRoles, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
+from splitjax.step.said import placed_spec
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
 
@@ -193,6 +194,26 @@ class CompiledEntry:
             else jax.tree.unflatten(jax.tree.structure(arg), self.shardings[slice(*self.bound.spans[number])])
             for number, arg in enumerate(self.bound.args)
         )
+
+    def laid_out(self, recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the positional arguments `args` of the step that `recipe` describes with those arrays where the plan
+        has them that lie whole on every device of its mesh. Such an array was put there by no one who wanted it split:
+        `jax.set_mesh` does so to whatever is made under it. They are `args` themselves where there is none."""
+        moved = False
+
+        def put(leaf: Any, where: NamedSharding) -> Any:
+            nonlocal moved
+            lies = placed_spec(leaf, self.mesh) if isinstance(leaf, jax.Array) else None
+            if lies is None or not leaf.sharding.is_fully_replicated or where.is_fully_replicated:
+                return leaf
+            moved = True
+            return jax.device_put(leaf, where)
+
+        placed = tuple(
+            arg if where is None else jax.tree.map(put, arg, where)
+            for arg, where in zip(args, self.argument_shardings(recipe), strict=True)
+        )
+        return placed if moved else args
 
     def across_processes(self, recipe: Recipe, args: tuple[Any, ...], first: bool) -> tuple[Any, ...]:
         """Returns the positional arguments `args` of the step that `recipe` describes as global arrays. At the `first`

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from splitjax import _compat
+from splitjax.compile.boxes import name_layout
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
 from splitjax.mesh import with_devices
@@ -52,7 +53,7 @@ def init_state(
         made = naming_axes(init_fn, mesh)(*args)
         return jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
 
-    return jax.jit(create, out_shardings=shardings)(*init_args)
+    return name_layout(jax.jit(create, out_shardings=shardings)(*init_args), shardings)
 
 
 def abstract_state(
@@ -66,7 +67,8 @@ def abstract_state(
     """Describes the states that `init_state` would create as `ShapeDtypeStruct`s with shardings
     (`ParallelStep.abstract_state`). `entry_for`, `recipe`, `mesh`, `init_fn`, `init_args`, `example`: as there."""
     abstract, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+    described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+    return name_layout(described, shardings)
 
 
 def place_state(
@@ -85,9 +87,20 @@ def place_state(
             place=f"{recipe.name}.place",
             remedy="pass one state per state argument, in state_argnums order",
         )
-    shardings = _shardings(entry_for(with_states(recipe.options.state_argnums, states, example)), recipe, mesh)
-    moved = tuple(jax.tree.map(_copy_to, state, where) for state, where in zip(states, shardings, strict=True))
+    # Where the states lie now pins nothing: they are to be moved.
+    bare = tuple(jax.tree.map(_anywhere, state) for state in states)
+    shardings = _shardings(entry_for(with_states(recipe.options.state_argnums, bare, example)), recipe, mesh)
+    moved = tuple(
+        name_layout(jax.tree.map(_copy_to, state, where), where) for state, where in zip(states, shardings, strict=True)
+    )
     return moved[0] if len(moved) == 1 else moved
+
+
+def _anywhere(leaf: Any) -> Any:
+    """Returns the description of an array without its sharding; any other leaf as it is."""
+    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def _copy_to(leaf: Any, where: NamedSharding) -> jax.Array:

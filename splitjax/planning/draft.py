@@ -27,6 +27,7 @@ from splitjax.planning.ways import DecidedStep, StepWays, WayChooser, Ways, make
 from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.rules.assign import Assignment
+from splitjax.rules.pins import Pins, resolve
 from splitjax.step.boundary import Twin
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
@@ -135,6 +136,14 @@ class Draft:
         if self.request.roles or pinned is None:
             return shape.with_roles(self.request.roles)
         return shape.with_roles({axis: role for axis, role in pinned.mesh.said if axis in shape.names})
+
+    @functools.cached_property
+    def pins(self) -> Pins:
+        """Where the user pinned arguments; nothing where a pinned plan, or the training step of an evaluation, says all
+        of it. Raises `PinError` for what cannot be."""
+        if self.request.pinned is not None or self.request.followed is not None:
+            return Pins()
+        return resolve(self.traced.said, self.graph, self.shape)
 
     @functools.cached_property
     def decided(self) -> Plan:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes
+from splitjax.plan import LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes, spec_text
 from splitjax.planning.draft import Draft
 from splitjax.planning.sites.constraints import place_batches
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.assign import Assignment
+from splitjax.rules.pins import OPEN
 from splitjax.rules.sharded_state import shard_state
 from splitjax.trace.graph import Graph
 
@@ -37,8 +38,8 @@ def lay_out(draft: Draft) -> Draft:
     elif request.pinned is not None:
         layout = _pinned(graph, request.pinned, mesh)
     else:
-        layout = assign(graph, request.rules, mesh)
-    return dataclasses.replace(draft, layout=layout, notes=layout.notes)
+        layout = assign(graph, request.rules, mesh, draft.pins.by_path)
+    return dataclasses.replace(draft, layout=layout, notes=(*layout.notes, *draft.pins.notes))
 
 
 def place_examples(draft: Draft) -> Draft:
@@ -58,6 +59,23 @@ def share_state(draft: Draft) -> Draft:
     layout = draft.layout
     leaves, notes = shard_state(draft.graph, layout.leaves, draft.shape, layout.batch_axes)
     return dataclasses.replace(draft, layout=dataclasses.replace(layout, leaves=leaves)).noting(*notes)
+
+
+def pin_rest(draft: Draft) -> Draft:
+    """Returns the draft with everything that is pinned and no parameter where its pin says, which comes before what it
+    follows: optimizer state with a sharding of its own, batches that lie somewhere already."""
+    pins, notes = draft.pins.by_path, []
+    leaves = list(draft.layout.leaves)
+    for number, leaf in enumerate(leaves):
+        pin = pins.get(leaf.path)
+        if pin is None or leaf.role == "param":
+            continue
+        wanted = tuple(had if entry == OPEN else entry for entry, had in zip(pin.spec, leaf.spec, strict=True))
+        if wanted != leaf.spec:
+            size = leaf.whole_bytes(draft.shape) // draft.shape.size(spec_axes(wanted))
+            leaves[number] = dataclasses.replace(leaf, spec=wanted, rule=pin.reason, bytes_per_device=size)
+            notes.append(f"{leaf.path}: {pin.reason}; otherwise {spec_text(leaf.spec)} ({leaf.rule})")
+    return dataclasses.replace(draft, layout=dataclasses.replace(draft.layout, leaves=tuple(leaves))).noting(*notes)
 
 
 def _is_pinned(draft: Draft) -> bool:

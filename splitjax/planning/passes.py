@@ -16,7 +16,7 @@ from splitjax.planning.boundaries import choose_boundaries, differentiate
 from splitjax.planning.constraining import constrain
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.group_comm import cross
-from splitjax.planning.layouts import lay_out, place_examples, share_state
+from splitjax.planning.layouts import lay_out, pin_rest, place_examples, share_state
 from splitjax.planning.pinning import synchronise
 from splitjax.planning.ways import WayChooser
 from splitjax.step.traced import Traced
@@ -28,6 +28,7 @@ LAYOUT: tuple[Pass, ...] = (
     lay_out,  # where every leaf lives
     place_examples,  # batches where their first layers want them
     share_state,  # optimizer state and gradients in parts
+    pin_rest,  # what else users pinned
     constrain,  # what that means at each operation
     cross,  # how examples enter split layers
     differentiate,  # how far back each worker differentiates

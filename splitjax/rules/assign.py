@@ -12,11 +12,12 @@ from collections.abc import Mapping
 
 from splitjax.errors import BatchError, MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
-from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes
+from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes, spec_text
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
 from splitjax.rules.decide import decide
 from splitjax.rules.decisions import Axes, Decisions
 from splitjax.rules.match import axes_text, dim_text, divides, sized_text
+from splitjax.rules.pins import Pin, contradiction, is_own
 from splitjax.rules.rule import Rule
 from splitjax.rules.ruleset import RuleSet, available, load_rules
 from splitjax.trace.graph import Graph, Leaf
@@ -47,7 +48,9 @@ class Assignment:
     dead: tuple[str, ...]  # names of rules that are the first to match of no parameter
 
 
-def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) -> Assignment:
+def assign(
+    graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int], pins: Mapping[str, Pin] | None = None
+) -> Assignment:
     """Lays out every argument of a traced step by a rule set.
 
     **Arguments:**
@@ -55,6 +58,7 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     - `graph`: the traced step.
     - `rules`: the rule set.
     - `mesh`: the mesh's shape, or a mapping from axis to size.
+    - `pins`: by path, where users pinned parameters. A pin comes before a shipped rule, with a note.
 
     The result is legal: every split divides, an array uses a mesh axis at most once, and parameters that share
     storage agree (see `decide`). Batches are split over the axes that
@@ -77,7 +81,8 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
     refused = refused_roles(rules, mesh)
     if refused is not None:
         raise refused.error()
-    decisions = decide(graph, rules, mesh)
+    decisions, heeded = _decided(graph, rules, mesh, pins or {})
+    outvoted = _outvoted(graph, rules, mesh, decisions, heeded) if heeded else []
     for axis in idle_axes(graph, rules, mesh, decisions):
         raise _idle(graph, rules, mesh, decisions, axis)
     batch_axes = rules.batch_axes(mesh)
@@ -97,7 +102,9 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
                 weight.note if weight else "",
             )
         )
-    notes = [f"{decision.path}: {decision.note}" for decision in decisions.params.values() if decision.problem]
+    notes = outvoted + [
+        f"{decision.path}: {decision.note}" for decision in decisions.params.values() if decision.problem
+    ]
     notes += [
         f"{leaf.path}: {leaf.note}" for leaf in leaves if leaf.role not in ("param", "batch", "input") and leaf.note
     ]
@@ -112,6 +119,48 @@ def assign(graph: Graph, rules: RuleSet, mesh: MeshShape | Mapping[str, int]) ->
         tuple(notes),
         dead_rules(rules, decisions),
     )
+
+
+def _decided(
+    graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin]
+) -> tuple[Decisions, Mapping[str, Pin]]:
+    """Returns the decisions, and the pins that they heed: annotations, and of the arrays that lie somewhere those that
+    lie where the decisions would not have them. A state that a step returned is where its rules put it."""
+    heeded = {path: pin for path, pin in pins.items() if not pin.is_placed}
+    while True:
+        decisions = decide(graph, rules, mesh, heeded)
+        apart = {
+            path: pin
+            for path, pin in pins.items()
+            if path in decisions.params and path not in heeded and not _agrees(pin, decisions.params[path].axes)
+        }
+        if not apart:
+            return decisions, heeded
+        heeded |= apart
+
+
+def _agrees(pin: Pin, axes: tuple[Axes, ...]) -> bool:
+    return all(pin.axes(dim) in (None, own) for dim, own in enumerate(axes))
+
+
+def _outvoted(
+    graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, pins: Mapping[str, Pin]
+) -> list[str]:
+    """Says which rules a pin outvotes, a line each for the plan. Raises `PinError` where these are the user's own."""
+    by_rules, own, lines = decide(graph, rules, mesh), is_own(rules), []
+    for path, pin in pins.items():
+        if path not in decisions.params or decisions.params[path].axes == by_rules.params[path].axes:
+            continue
+        ruled = by_rules.params[path]
+        spec = tuple(map(spec_entry, ruled.axes))
+        if own and ruled.matched is not None and ruled.problem != "misfit":
+            raise contradiction(path, pin, rules, ruled.matched, spec)
+        by_rule = f"rule {ruled.matched!r} of {rules.name!r}" if ruled.matched else f"rule set {rules.name!r}"
+        lines.append(
+            f"{path}: {pin.reason} to {spec_text(tuple(map(spec_entry, decisions.params[path].axes)))}; {by_rule} would"
+            f" put it to {spec_text(spec)}"
+        )
+    return lines
 
 
 def unknown_axes(rules: RuleSet, mesh: MeshShape) -> list[tuple[Rule | None, Refusal]]:

@@ -15,7 +15,7 @@ Layers decide in program order, each its weight first:
    class, so that the next dense layer is split by rows: column then row (Shoeybi et al., arXiv 1909.08053, section
    3).
 
-What rules store over further axes is added last (`storing`).
+What rules store over further axes is added last (`storing`). What users pin (`pins`) is chosen before all of it.
 
 A local class is a default, so a rule that replicates, or has `ties="hard"`, takes no axis from other layers.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from splitjax.mesh import MeshShape
@@ -39,6 +39,7 @@ from splitjax.rules.match import (
     param_kinds,
     sized_text,
 )
+from splitjax.rules.pins import Pin, clash
 from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
 from splitjax.rules.ruleset import RuleSet
 from splitjax.rules.storing import store
@@ -56,6 +57,7 @@ class _Choice(NamedTuple):
     axes: Axes
     by: str  # path of the parameter whose rule decided
     text: str  # how the plan names the decision on the other parameters of the class
+    spreads: bool = True  # False for a pin to axes that store: what else reads the dim is not stored over them
 
 
 @dataclasses.dataclass
@@ -65,6 +67,7 @@ class _Work:
     - `rules`: path -> the first rule that matches the parameter.
     - `homes`: path -> name of the first layer that lists it.
     - `by_hard`, `by_local`: label -> paths of the parameters with a dim of that class.
+    - `pins`: path -> where the user pinned a parameter.
     - `chosen`: hard label -> choice; `done`: path -> decision.
     """
 
@@ -76,6 +79,7 @@ class _Work:
     homes: dict[str, str]  # path -> name of the first layer that lists it
     by_hard: dict[int, list[str]]
     by_local: dict[int, list[str]]
+    pins: Mapping[str, Pin]
     chosen: dict[int, _Choice] = dataclasses.field(default_factory=dict)  # hard label -> choice
     done: dict[str, ParameterDecision] = dataclasses.field(default_factory=dict)
 
@@ -92,7 +96,7 @@ class _Work:
         return {dim: self.chosen[label] for dim, label in self.hard(leaf).items() if label in self.chosen}
 
 
-def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
+def decide(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin] | None = None) -> Decisions:
     """Decides the axes of every parameter dim, and says which rule decided.
 
     **Arguments:**
@@ -100,12 +104,14 @@ def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
     - `graph`: the traced step.
     - `rules`: the rule set.
     - `mesh`: the mesh's shape.
+    - `pins`: by path, where users pinned parameters; other leaves' are left alone.
 
     Legal by construction: a mesh axis is on at most one dim of a parameter, every split divides, and parameters
     in one hard class agree. Axes that the mesh has with size 1 fit everywhere and leave the dim whole. Pure;
-    raises nothing that depends on the outcome.
+    raises nothing that depends on the outcome, but `PinError` for pins that contradict each other.
     """
-    work = _start(graph, rules, mesh)
+    work = _start(graph, rules, mesh, pins or {})
+    _pin(work)
     for layer in graph.layers:
         _decide_layer(work, [path for path in layer.params if path in work.params])
     for path, leaf in work.params.items():
@@ -114,10 +120,34 @@ def decide(graph: Graph, rules: RuleSet, mesh: MeshShape) -> Decisions:
     owners = {label: paths[0] for label, paths in work.by_hard.items()}
     classes = {label: choice.axes for label, choice in work.chosen.items()}
     computed = Decisions({path: work.done[path] for path in work.params}, classes, owners)
-    return store(graph, work.rules, mesh, computed)
+    pinned = {label for path in work.pins if path in work.params for label in _pinned_axes(work, path)}
+    return store(graph, work.rules, mesh, computed, frozenset(pinned))
 
 
-def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
+def _pinned_axes(work: _Work, path: str) -> dict[int, Axes]:
+    """Returns hard label -> axes, as the pin of a parameter says; without dims that it leaves open."""
+    pinned = {label: work.pins[path].axes(dim) for dim, label in work.hard(work.params[path]).items()}
+    return {label: axes for label, axes in pinned.items() if axes is not None}
+
+
+def _pin(work: _Work) -> None:
+    """Chooses what the pins say. Raises `PinError` where two of them contradict each other, or what shares storage with
+    a pinned parameter cannot be split like it."""
+    for path in (path for path in work.params if path in work.pins):
+        pin, asked = work.pins[path], _pinned_axes(work, path)
+        for label, axes in asked.items():
+            earlier = work.chosen.get(label)
+            if earlier is not None and earlier.axes != axes:
+                raise clash(path, pin, earlier.by, work.pins[earlier.by].reason)
+            if earlier is None:
+                spreads = not work.mesh.roles.store(axes)
+                work.chosen[label] = _Choice(axes, path, f"with {path}, {pin.reason}", spreads)
+        if (problem := _illegal(work, {label: axes for label, axes in asked.items() if axes})) is not None:
+            others = [by for label in asked for by in work.by_hard[label] if by != path]
+            raise clash(path, pin, others[0] if others else path, f"not to be split so: {problem}")
+
+
+def _start(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin]) -> _Work:
     params = named_params(graph)
     kinds = param_kinds(graph)
     homes: dict[str, str] = {}
@@ -134,6 +164,7 @@ def _start(graph: Graph, rules: RuleSet, mesh: MeshShape) -> _Work:
         homes,
         by_hard,
         by_local,
+        pins,
     )
     for path, leaf in params.items():
         for label in dict.fromkeys(work.hard(leaf).values()):
@@ -188,7 +219,7 @@ def _spread(work: _Work, source: Leaf, dims: Iterable[int]) -> None:
 
 def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choice, by_name: bool) -> None:
     """Chooses the axes for the one dim of `target` in the local class of a dim of `source`, where that is legal."""
-    if not choice.axes:
+    if not choice.axes or not choice.spreads:
         return
     label, hard = work.local(source)[source_dim], work.hard(target)
     dims = [dim for dim, own in work.local(target).items() if own == label and hard[dim] not in work.chosen]
@@ -221,6 +252,9 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
         None,
     )
     shown, note, problem = _explain(rule, given, new, picked, refusals, follows)
+    pin = work.pins.get(leaf.path)
+    if pin is not None:
+        shown, note, problem = pin.reason, "", ""
     if problem == "misfit" and near and len(hard) <= 1 and not any(leaf.dim_names):
         problem = ""  # a vector beside a weight, with no dim in common that tracing saw: its note is enough
     for dim, label in hard.items():
@@ -229,8 +263,9 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     axes = tuple(work.chosen[hard[dim]].axes if dim in hard else () for dim in range(len(leaf.shape)))
     name = rule.name if rule else None
     work.done[leaf.path] = ParameterDecision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem)
-    if rule is not None and rule.ties == "local":
-        _spread(work, leaf, new)
+    if rule.ties == "local" if rule is not None else pin is not None:
+        # The axes of a pin go on to the layers that compute with it, as those of a rule do.
+        _spread(work, leaf, new if pin is None else {dim: choice.axes for dim, choice in work.given(leaf).items()})
 
 
 def _explain(
@@ -311,10 +346,11 @@ def _refuse(
 
 
 def _keeps_whole(work: _Work, leaf: Leaf, label: int) -> bool:
-    """Tells whether a settled parameter has dims in a local class, and splits none of them."""
+    """Tells whether a settled parameter has dims in a local class, and splits none of them while it is used."""
     hard = work.hard(leaf)
     dims = [dim for dim, own in work.local(leaf).items() if own == label]
-    return bool(dims) and not any(work.chosen[hard[dim]].axes for dim in dims)
+    chosen = [work.chosen[hard[dim]] for dim in dims]
+    return bool(dims) and not any(choice.axes and choice.spreads for choice in chosen)
 
 
 def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:

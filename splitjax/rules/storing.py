@@ -23,7 +23,13 @@ from splitjax.rules.rule import Rule
 from splitjax.trace.graph import Graph, Leaf
 
 
-def store(graph: Graph, rules: Mapping[str, Rule | None], mesh: MeshShape, decisions: Decisions) -> Decisions:
+def store(
+    graph: Graph,
+    rules: Mapping[str, Rule | None],
+    mesh: MeshShape,
+    decisions: Decisions,
+    pinned: frozenset[int] = frozenset(),
+) -> Decisions:
     """Returns the decisions with the axes over which weights are stored.
 
     **Arguments:**
@@ -32,12 +38,13 @@ def store(graph: Graph, rules: Mapping[str, Rule | None], mesh: MeshShape, decis
     - `rules`: by path, the first rule that matches a parameter; None for none.
     - `mesh`: the mesh's shape.
     - `decisions`: what is computed over which axes.
+    - `pinned`: hard labels of dims that are pinned, and take no axis besides.
 
     They stay legal: every split divides, an array uses an axis once, arrays that share storage agree. What fits no dim
     stays as it is computed, and its note says so.
     """
     params = {leaf.path: leaf for leaf in graph.params}
-    work = _Storing(graph, mesh, params, dict(decisions.params), dict(decisions.classes))
+    work = _Storing(graph, mesh, params, dict(decisions.params), dict(decisions.classes), pinned)
     read = {use.param for use in graph.uses}
     for path, leaf in params.items():
         rule = rules.get(path)
@@ -59,8 +66,9 @@ class _Storing:
         params: Mapping[str, Leaf],
         decided: dict[str, ParameterDecision],
         classes: dict[int, Axes],
+        pinned: frozenset[int],
     ) -> None:
-        self._graph, self._mesh, self._params = graph, mesh, params
+        self._graph, self._mesh, self._params, self._pinned = graph, mesh, params, pinned
         self.decided, self.classes = decided, classes
         self._dims: dict[int, list[tuple[str, int]]] = defaultdict(list)  # hard label -> (path, dim) that have it
         for leaf in params.values():
@@ -73,6 +81,8 @@ class _Storing:
     def place(self, leaf: Leaf, wanted: Axes) -> None:
         """Stores a parameter over the axes `wanted`: all of them along one dim if one divides, else one after the
         other, the largest first."""
+        if self._pinned.issuperset(self._labels(leaf).values()):
+            return
         decision = self.decided[leaf.path]
         used = {axis for axes in decision.axes for axis in axes}
         left = tuple(axis for axis in wanted if axis not in used)  # what shares its storage may have placed some
@@ -96,6 +106,8 @@ class _Storing:
         labels, mapped = self._labels(leaf), mapped_dims(self._graph, leaf)
         for dim in sorted(labels, key=lambda dim: (dim not in mapped, -leaf.shape[dim], dim)):
             label = labels[dim]
+            if label in self._pinned:
+                continue
             if not self.classes.get(label) and all(self._fits(path, at, axes) for path, at in self._dims[label]):
                 self.classes[label] = axes
                 for path, at in self._dims[label]:

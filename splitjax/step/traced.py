@@ -19,9 +19,11 @@ from splitjax import _compat
 from splitjax.errors import MicrobatchError, Refusal, SplitjaxError, TraceError
 from splitjax.mesh import inside_mesh
 from splitjax.plan import Spec
+from splitjax.rules.pins import Said
 from splitjax.step.annotations import Annotation, constraints_in, has_explicit, typed_leaf, untyped
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
+from splitjax.step.said import said_of
 from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
@@ -71,6 +73,7 @@ class Traced:
       Returns a refusal where the step cannot be traced so.
     - `annotations`: what the user wrote under Explicit axes. `is_settled`: whether the jaxpr has them as pins; where
       not, the step is to be traced again once it is known where its arguments live.
+    - `said`: what the user says of where the arguments live.
     """
 
     bound: Bound
@@ -82,6 +85,7 @@ class Traced:
     resized: Resized
     annotations: tuple[Annotation, ...] = ()
     is_settled: bool = True
+    said: tuple[Said, ...] = ()
 
 
 def trace_step(
@@ -112,7 +116,7 @@ def trace_step(
     retrace = lambda leaves: trace(leaves)[0]
     graph = build_graph(jaxpr, bound.arguments, matched)
     resized = resized_trace(bound, retrace)
-    return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled)
+    return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))
 
 
 def _flat(step: StepFunction, bound: Bound) -> Callable[..., Any]:
