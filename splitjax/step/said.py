@@ -1,5 +1,5 @@
-"""Collects what users say of where the arguments of a step live: in the metadata of their models, or by the shardings of
-the arrays themselves.
+"""Collects what users say of where the arguments of a step live: in the metadata of their models, or by the shardings
+of the arrays themselves.
 
 A call taken apart and the user's mesh come in; `Said`s come out, which `rules.pins` makes pins of. Flax's boxes are
 looked for only where Flax is loaded: whoever has none needs no Flax.
@@ -29,7 +29,7 @@ def said_of(bound: Bound, mesh: Mesh | AbstractMesh | None) -> tuple[Said, ...]:
     and the `NamedSharding` of an array that is committed to this mesh. Logical axis rules are those of Flax's context
     when this is called, and of the annotation itself."""
     said = list(_boxed(bound))
-    for number, static in bound.signature.static:
+    for _, static in bound.signature.static:
         for argument, leaf, how, names, logical in _annotated(static):
             start, stop = bound.spans[argument]
             if start + leaf < stop and hasattr(bound.leaves[start + leaf], "shape"):

@@ -1,4 +1,4 @@
-"""What was said of arrays as specs over axes of a mesh, and as decisions on the parameters that share dims with them."""
+"""What was said of arrays, as specs over axes of a mesh, and as decisions on parameters that share dims with them."""
 
 from __future__ import annotations
 
