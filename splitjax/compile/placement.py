@@ -100,7 +100,7 @@ def _anywhere(leaf: Any) -> Any:
     """Returns the description of an array without its sharding; any other leaf as it is."""
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
 def _copy_to(leaf: Any, where: NamedSharding) -> jax.Array:
