@@ -272,7 +272,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         call, single = self._planned(make_fn, make_args, example)
 
         def create(*args: Any) -> list[jax.Array]:
-            made = naming_axes(make_fn, self.mesh)(*args)
+            made = self._making(make_fn)(*args)
             return [_strong(leaf) for leaf in self._made(made, example)[0].made_leaves]
 
         states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
@@ -292,13 +292,17 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         made = []
 
         def describe(*args: Any) -> list[Any]:
-            made.append(self._made(naming_axes(make_fn, self.mesh)(*args), example))
+            made.append(self._made(self._making(make_fn)(*args), example))
             return made[-1][0].made_leaves
 
         shapes = jax.eval_shape(describe, *make_args)
         call, single = made[-1]
         states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in shapes])
         return self._pack(self._arguments(states, example)), single
+
+    def _making(self, make_fn: Callable) -> Callable:
+        """Returns `make_fn`, which may name axes of the mesh."""
+        return naming_axes(make_fn, self.mesh)
 
     def _made(self, states: Any, example: Sequence[Any]) -> tuple[Call, bool]:
         single = self._is_single(states)

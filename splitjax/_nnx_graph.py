@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from splitjax._static import Fixed
-from splitjax.errors import StateError, TraceError
+from splitjax.errors import SplitjaxError, StateError, TraceError
 
 # The groups of arrays, and their positions among the plain step's arguments (0 is the static one): variables of states,
 # bare arrays of states, and arrays of objects that are only read. The user's arguments follow, without their objects.
@@ -127,6 +127,29 @@ def _said(graph: ObjectGraph, flat: Any) -> Iterator[tuple[int, int, str, Any, A
                 names = getattr(said["out_sharding"], "sharding", said["out_sharding"])  # of a `Format`
                 yield group, number, f"{how} of {place}", names, said.get("sharding_rules")
             number += size
+
+
+def free_of_names(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `make`, which makes objects, and does so too where their annotations name no axes of the mesh: NNX splits
+    a variable by its names as soon as it is made, and cannot then. They are annotations all the same, and logical axis
+    rules may tell later what they mean."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return make(*args)
+        except SplitjaxError:
+            raise
+        except Exception:
+            try:
+                with nnx.use_eager_sharding(False):
+                    return make(*args)
+            except SplitjaxError:
+                raise
+            except Exception:  # it was not for the names: what is wrong is what came first
+                pass
+            raise
+
+    return run
 
 
 def names_in(known: Sequence[str], names: Sequence[str], paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from splitjax._nnx_graph import (
     assign,
     empty,
     fill,
+    free_of_names,
     is_object,
     is_slot,
     names_in,
@@ -303,6 +304,9 @@ class NNXStep(FilteredStep[P, R]):
 
     def _state_positions(self, count: int) -> tuple[int, ...]:
         return self._options.state_argnums if self._given.state else tuple(range(count))
+
+    def _making(self, make_fn: Callable) -> Callable:
+        return free_of_names(super()._making(make_fn))
 
     def _is_single(self, states: Any) -> bool:
         return super()._is_single(states) if self._given.state else type(states) not in (tuple, list)

@@ -202,6 +202,31 @@ def test_a_moment_has_a_sharding_of_its_own():
     assert "pinned by out_sharding= of kernel" in str(step.plan(model, optimizer, batch_of()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_axes_take_annotations_of_both_flaxes(kind):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(KINDS[kind],) * 3)
+    init, linen_step = linen(Net())
+    step = splitjax.parallelize(linen_step, mesh=mesh, rules="transformer")
+    with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", "tensor"))):
+        state = step.init(init, jax.random.key(0), example=(batch_of(),))
+    want = jax.jit(linen_step)(init(jax.random.key(0)), batch_of())
+    got = step(state, batch_of())
+    assert_close(got, want)
+    assert spec_of(got[0]["params"]["Dense_0"]["kernel"].value) == ("tensor", "fsdp")
+    step = splitjax.nnx.parallelize(nnx_step, mesh=mesh, rules="transformer")
+    with pytest.raises(ValueError, match="mesh context"):  # NNX's own: this mesh has no axis of that name
+        nnx_objects(jax.random.key(0))
+    model, optimizer = step.init(nnx_objects, jax.random.key(0), example=(batch_of(),))
+    (note,) = [note for note in step.plan(model, optimizer, batch_of()).notes if "names without meaning" in note]
+    assert "'model' (nnx.with_partitioning of layers.0.kernel and" in note
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        alone = nnx_objects(jax.random.key(0))
+        loss = nnx.jit(nnx_step)(*alone, batch_of())
+    assert_close(step(model, optimizer, batch_of()), loss)
+    assert_close(nnx.state(model), nnx.state(alone[0]))
+    assert spec_of(model.layers[0].kernel.get_raw_value()) == (("data", "fsdp"), "tensor")
+
+
 # Arrays that lie somewhere.
 
 
@@ -247,6 +272,17 @@ def test_arrays_that_lie_on_the_mesh_pin_and_others_are_moved(kind):
     assert spec_of(fresh.place(state, example=(batch,))["params"]["w"]) == (None, "model")
     whole = splitjax.parallelize(plain_step, mesh=mesh, rules="megatron")
     assert_close(whole(placed(mesh, (), ()), batch), (want, loss))
+
+
+def test_states_with_random_keys_are_placed():
+    def step(state, batch):
+        new, loss = plain_step(state[0], batch)
+        return (new, jax.random.split(state[1])[0]), loss
+
+    step = splitjax.parallelize(step, mesh=mesh_of(), rules="megatron")
+    placed_state = step.place((plain_state(), jax.random.key(3)), example=(batch_of(),))
+    _, key = step(placed_state, batch_of())[0]
+    assert (jax.random.key_data(key) == jax.random.key_data(jax.random.split(jax.random.key(3))[0])).all()
 
 
 def test_what_is_pinned_is_not_stored_further():

@@ -50,10 +50,10 @@ def _as_flax_reads(box: Any) -> Spec:
     """Returns the spec that Flax makes of the names of a box."""
     if not is_logical(box):
         return entries_of(box.names)
-    import flax.linen as nn  # loaded, or there would be no box
+    from flax.linen.spmd import logical_to_mesh_axes  # Flax is loaded, or there would be no box
 
     rules = logical_rules(box.rules, is_first=True) or ()
-    return entries_of(nn.logical_to_mesh_axes(box.names, rules) or ())
+    return entries_of(logical_to_mesh_axes(box.names, rules) or ())
 
 
 def _padded(spec: Spec, ndim: int) -> Spec:
