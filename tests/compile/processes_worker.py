@@ -114,7 +114,8 @@ def lookups(sync: str) -> tuple[list[float], list[str]]:
 for sync in ("dense", "row_exchange", "auto"):
     say(f"sync {sync}", found=lookups(sync))
 
-advised = steps(rules="data_parallel")[1]
+init_fn, advised, _ = steps(rules="data_parallel")  # a state of another layout would pin that layout
+state = advised.init(init_fn, jax.random.key(0), example=(SPEC.example(8),))
 advice = advised.advise(state, [splitjax.global_batch(mine), batch_of(1)], splitjax.PartialBackprop())
 say("advice", json=advice.to_json(), consumed=any(leaf.is_deleted() for leaf in jax.tree.leaves(state)))
 
