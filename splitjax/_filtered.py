@@ -15,7 +15,7 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from splitjax.planning.carried import Carried
 from splitjax.roles import Role, read_roles
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
+from splitjax.step.methods import Methods
 from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
 from splitjax.step.traced import naming_axes
 from splitjax.sync.costs.schemes import Link
@@ -76,9 +77,19 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         self._parent = parent
         self._donates = parent is None and keywords["donate"]
         self._steps: dict[Any, ParallelStep] = {}
-        self._latest: ParallelStep | None = None
+        self._used: list[ParallelStep] = []
         self._kept = Session()
         self._log = CallLog()
+        self._methods = Methods(fn, None)
+
+    def _as_method(self, decorate: Callable[[Callable[..., Any]], Any]) -> Self:
+        """Lets the step be a method of a class. `decorate`: decorates another function with the same options."""
+        self._methods = Methods(self._fn, decorate, over_modules=True)
+        return self
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Returns the step of an object whose class has it as a method; see `ParallelStep.__get__`."""
+        return self._methods.of(self, instance, owner)
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
@@ -331,7 +342,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
                 place=f"{self._name}",
                 remedy="give one state per state argument, in order",
             )
-        return with_states(numbers, states, example)
+        return with_states(self._fn, numbers, states, example)
 
     def _batch_positions(self, args: tuple) -> tuple[int, ...]:
         """Returns which arguments are batches."""
@@ -348,7 +359,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
             fn.__name__ = fn.__qualname__ = self._name
             if self._parent is None:
                 step = parallelize_arrays(fn, **{**self._keywords, "mesh": self.mesh}, **numbers)
-            elif self._parent._latest is None:
+            elif not self._parent._used:
                 raise PlanError(
                     "the training step has no plan yet, so there is nothing to be like",
                     place=f"{self._name}, made by like()",
@@ -356,10 +367,10 @@ class FilteredStep(abc.ABC, Generic[P, R]):
                 )
             else:
                 numbers.pop("state_outnums", None)
-                step = self._parent._latest.like(fn, **numbers)
+                step = self._parent._used[-1].like(fn, **numbers)
             step._programs.kept = self._kept
             self._steps[key] = step
-        self._latest = step
+        self._used[:] = [step]
         return step
 
     def _donated(self, args: tuple, call: Call) -> DonatedStateError:

@@ -72,7 +72,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     if fn is None:
         return functools.partial(parallelize, **options)
     positions, keywords = read_options(fn, given)
-    return EquinoxStep(fn, positions, keywords, given["state_outnums"])
+    step: EquinoxStep[..., Any] = EquinoxStep(fn, positions, keywords, given["state_outnums"])
+    return step._as_method(functools.partial(parallelize, **options))
 
 
 show_signature(parallelize, _OWN)

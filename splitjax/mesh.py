@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.experimental.topologies import TopologyDescription
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from splitjax.errors import MeshError
@@ -160,6 +161,8 @@ def _sizes(mesh: Any) -> dict[Any, Any]:
             f'name the axes: mesh={{"data": {entries[0]}, "model": {entries[1]}, ...}}, or'
             f" jax.make_mesh({tuple(map(int, entries))}, names)"
         )
+    elif isinstance(mesh, TopologyDescription):
+        remedy = f'name the axes: jax.experimental.topologies.make_mesh(topology, ({len(mesh.devices)},), ("data",))'
     elif entries and all(isinstance(entry, jax.Device) for entry in entries):
         remedy = 'name the axes of the devices: jax.sharding.Mesh(devices, ("data",))'
     else:
@@ -183,24 +186,20 @@ def make_mesh(mesh: Mesh | AbstractMesh | MeshSizes | None) -> Mesh | AbstractMe
     Sizes give axes of type Auto, so that XLA places what the plan leaves open, over devices in the order that
     `jax.make_mesh` chooses by their topology. A size is a number, -1 for as many as there are devices left, or
     `{"dcn": 2, "ici": 4}`: how many slices or nodes the axis crosses over the slow network, times how many devices it
-    has within each.
+    has within each. Sizes that need more devices than there are make an `AbstractMesh`, for which steps are planned and
+    lowered.
 
-    Raises `MeshError` when the product of the sizes is not the number of devices, or the slices are not those that
-    the devices stand in.
+    Raises `MeshError` for a size left open that does not divide the devices, for slices that are not those the devices
+    stand in, and where a process would have no device in the mesh.
     """
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     devices = jax.devices()
     networks = _filled(_axis_networks({DATA: len(devices)} if mesh is None else mesh), len(devices))
     shape = MeshShape(tuple((axis, slow * fast) for axis, (slow, fast) in networks.items()))
-    if shape.num_devices > len(devices):
-        raise MeshError(
-            f"the mesh {shape} needs {shape.num_devices} devices, and JAX sees {len(devices)}",
-            value=dict(shape.axes),
-            place="mesh",
-            remedy="make the product of the axis sizes the number of devices; on one CPU set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={shape.num_devices} before JAX starts",
-        )
+    if shape.num_devices > len(devices):  # to plan and lower for; what runs says what is missing (`with_devices`)
+        sizes = tuple(size for _, size in shape.axes)
+        return AbstractMesh(sizes, shape.names, axis_types=(AxisType.Auto,) * len(sizes))
     # Alone, a smaller mesh takes the first devices; a process without a device in the mesh could not take part.
     if shape.num_devices < len(devices) and jax.process_count() > 1:
         raise MeshError(
@@ -286,17 +285,36 @@ def inside_mesh(mesh: AnyMesh) -> AnyMesh:
     return cast("AnyMesh", Mesh(mesh.devices, mesh.axis_names, axis_types=types))
 
 
-def with_devices(mesh: Mesh | AbstractMesh, place: str) -> Mesh:
-    """Returns `mesh` where it has devices. `place`: what they are needed for, for the message. Raises `MeshError` for
-    an abstract mesh."""
+def with_devices(mesh: Mesh | AbstractMesh, place: str, runs: bool = True) -> Mesh:
+    """Returns `mesh` where it has devices. `place`: what they are needed for, for the message. `runs`: whether programs
+    are to run on them; otherwise they are compiled for, and those of a topology description will do. Raises `MeshError`
+    for a mesh without such devices."""
+    planning = "plan, shardings, abstract_state, graph and lower(...).as_text() work"
     if isinstance(mesh, Mesh):
+        if runs and getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime":
+            raise MeshError(
+                f"the devices of the mesh are those of a topology description ({mesh.devices.flat[0].device_kind}),"
+                " which programs are compiled for and cannot run on",
+                value=dict(mesh.shape),
+                place=place,
+                remedy=f"{planning} on it, and so do lower(...).compile() and report; to run, give"
+                f" {dict(mesh.shape)} on a machine with such devices",
+            )
         return mesh
+    num_seen = len(jax.devices())
+    if mesh.size > num_seen:
+        raise MeshError(
+            f"the mesh {MeshShape.of(mesh)} needs {mesh.size} devices, and JAX sees {num_seen}",
+            value=dict(mesh.shape),
+            place=place,
+            remedy=f"{planning} without them; to run, make the product of the axis sizes the number of devices; on one"
+            f" CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} before JAX starts",
+        )
     raise MeshError(
         "an abstract mesh has no devices to run on",
         value=mesh,
         place=place,
-        remedy="plan, shardings, abstract_state, graph and lower(...).as_text() work on it; to run, give"
-        f" {dict(mesh.shape)} or a jax.sharding.Mesh",
+        remedy=f"{planning} on it; to run, give {dict(mesh.shape)} or a jax.sharding.Mesh",
     )
 
 

@@ -95,13 +95,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     if fn is None:
         return functools.partial(parallelize, **options)
     positions, keywords = read_options(fn, given)
-    return NNXStep(
-        fn,
-        positions,
-        keywords,
-        given["state_outnums"],
-        _Given(given["state_argnums"] is not None, given["batch_argnums"] is not None),
-    )
+    own = _Given(given["state_argnums"] is not None, given["batch_argnums"] is not None)
+    step: NNXStep[..., Any] = NNXStep(fn, positions, keywords, given["state_outnums"], own)
+    return step._as_method(functools.partial(parallelize, **options))
 
 
 show_signature(parallelize, _OWN)

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import jax
 
@@ -28,6 +28,7 @@ from splitjax.planning.carried import Carried
 from splitjax.step.arguments import argument_names
 from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
+from splitjax.step.methods import Methods
 from splitjax.step.positions import ArgumentRoles, make_options, positional
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     - `recipe`: the step and its checked options.
     - `mesh`: as `splitjax.parallelize` takes it; a `MeshError` says what is wrong with it.
     - `parent`: the training step whose mesh and layouts this one follows, if `like` made it.
+    - `decorate`: decorates another function with the same options, so that the step of a class is one of its objects.
     """
 
     __name__: str
@@ -62,6 +64,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         recipe: Recipe,
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None,
         parent: ParallelStep[..., Any] | None = None,
+        decorate: Callable[[Callable[..., Any]], ParallelStep[..., Any]] | None = None,
     ) -> None:
         functools.update_wrapper(self, recipe.fn)
         if mesh is not None:
@@ -70,6 +73,19 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._states = GivenStates(recipe.name, recipe.options, recipe.donate)
+        self._can_run = False  # until the mesh was seen to have devices
+        self._methods = Methods(recipe.fn, decorate)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> ParallelStep[P, R]: ...
+    @overload
+    def __get__(
+        self: ParallelStep[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> ParallelStep[Q, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Returns the step of an object whose class has it as a method: `self.step(state, batch)`. The positions of
+        arguments count without `self`, which is part of the program, as what a step closes over is."""
+        return self._methods.of(self, instance, owner)
 
     @property
     def options(self) -> ArgumentRoles:
@@ -90,6 +106,9 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         """Runs one call, made in `frame`."""
         if kwargs or self._recipe.keywords:
             args = positional(self._recipe.fn, args, kwargs)
+        if not self._can_run:  # said before the batch is held against the mesh
+            with_devices(self.mesh, f"call of {self._recipe.name}")
+            self._can_run = True
         entry = self._programs.settled(self._programs.last or self._programs.entry(args))
         if self._recipe.donate and self._states.check(args):  # before the call: see `compile.placement.unshare`
             args = unshare(args, self._recipe.options.state_argnums)
@@ -157,7 +176,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         backpropagation what runs first after the warm-up."""
         from splitjax.report.value import make_report  # it is loaded when it is first used
 
-        with_devices(self.mesh, f"{self._recipe.name}.report")
+        with_devices(self.mesh, f"{self._recipe.name}.report", runs=False)
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
@@ -195,11 +214,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
 
         Raises `OptionError` for other `sizes`, `DonatedStateError` for a state that is gone.
         """
-        from splitjax.verify import verify_step  # it is loaded when it is first used
-
-        args = positional(self._recipe.fn, args, kwargs)
-        self._states.check(args)
-        return verify_step(self._recipe, self._programs.inside, self._programs.entry(args), sizes, own_precision)
+        return self._verification(positional(self._recipe.fn, args, kwargs), sizes, own_precision)
 
     @_compat.outside_mesh
     def init(self, init_fn: Callable[..., S], *init_args: Any, example: Sequence[Any]) -> S:
@@ -275,11 +290,20 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
             self._verify_first(args)
         return self._programs.run(entry, args)
 
+    def _verification(
+        self, args: tuple[Any, ...], sizes: VerifySizes = "shrunken", own_precision: bool = False
+    ) -> Verification:
+        """What `verify` returns, for arguments by position."""
+        from splitjax.verify import verify_step  # it is loaded when it is first used
+
+        self._states.check(args)
+        return verify_step(self._recipe, self._programs.inside, self._programs.entry(args), sizes, own_precision)
+
     def _verify_first(self, args: tuple) -> None:
         """Verifies a call's signature once. Raises `VerificationError`."""
         entry = self._programs.entry(args)
         if entry.bound.signature not in self._verified:
-            logger.info("%s", self.verify(*args).raise_if_wrong())
+            logger.info("%s", self._verification(args).raise_if_wrong())
         self._verified |= {entry.bound.signature, id(entry)}
 
     @property

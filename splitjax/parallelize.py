@@ -76,7 +76,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     from splitjax.compile.recipes import make_recipe  # what it takes to run a step is loaded when one is decorated
     from splitjax.parallel_step import ParallelStep
 
-    return ParallelStep(make_recipe(fn, given), given["mesh"])
+    return ParallelStep(make_recipe(fn, given), given["mesh"], decorate=functools.partial(parallelize, **options))
 
 
 show_signature(parallelize)

@@ -556,3 +556,36 @@ def test_slices_of_a_tpu_are_crossed_by_the_axes_that_say_so():
     np.testing.assert_array_equal(along_data, np.repeat([0, 1], 4)[:, None].repeat(4, axis=1))
     np.testing.assert_array_equal(slices({"data": (1, 8), "model": (1, 4)}), along_data)
     np.testing.assert_array_equal(slices({"data": (1, 4), "model": (2, 4)})[0], np.repeat([0, 1], 4))
+
+
+def _small_step():
+    def step(state, batch):
+        loss, grad = splitjax.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state["w"])
+        return {"w": state["w"] - 0.1 * grad}, loss
+
+    return step
+
+
+def test_a_mesh_larger_than_this_machine_plans_and_lowers():
+    step = splitjax.parallelize(_small_step(), mesh={"data": 16, "model": 4})
+    example = (jax.ShapeDtypeStruct((64, 8), np.float32),)
+    state = step.abstract_state(lambda: {"w": np.ones((8, 8), np.float32)}, example=example)
+    assert step.plan(state, *example).mesh.num_devices == 64
+    assert "num_partitions = 64" in step.lower(state, *example).as_text()
+    whole = {"w": np.ones((8, 8), np.float32)}
+    for call in (
+        lambda: step(whole, np.ones((64, 8), np.float32)),
+        lambda: step.init(lambda: whole, example=example),
+        lambda: step.place(whole, example=example),
+    ):
+        with pytest.raises(MeshError, match="needs 64 devices, and JAX sees 8") as caught:
+            call()
+        assert "plan" in caught.value.remedy
+
+
+def test_a_topology_description_without_names_says_how_to_name_its_axes():
+    from jax.experimental.topologies import TopologyDescription
+
+    with pytest.raises(MeshError, match="names none") as caught:
+        splitjax.parallelize(_small_step(), mesh=TopologyDescription(jax.devices()))
+    assert 'make_mesh(topology, (8,), ("data",))' in caught.value.remedy

@@ -64,9 +64,10 @@ def argument_names(jaxpr: Any) -> tuple[str, ...]:
     return tuple(inner.debug_info.arg_names or ())
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Traces `fun` abstractly: the closed jaxpr, and the pytree of `ShapeDtypeStruct`s of its result."""
-    return jax.make_jaxpr(fun, return_shape=True)(*args)
+def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Traces `fun` abstractly, called with `args` and `kwargs`: the closed jaxpr, and the pytree of
+    `ShapeDtypeStruct`s of its result."""
+    return jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
 
 
 def detach_consts(closed: Any) -> tuple[Any, list[Any]]:

@@ -89,7 +89,8 @@ def place_state(
         )
     # Where the states lie now pins nothing: they are to be moved.
     bare = tuple(jax.tree.map(_anywhere, state) for state in states)
-    shardings = _shardings(entry_for(with_states(recipe.options.state_argnums, bare, example)), recipe, mesh)
+    arguments = with_states(recipe.fn, recipe.options.state_argnums, bare, example)
+    shardings = _shardings(entry_for(arguments), recipe, mesh)
     moved = tuple(
         name_layout(jax.tree.map(_copy_to, state, where), where) for state, where in zip(states, shardings, strict=True)
     )
@@ -145,7 +146,9 @@ def _planned(
         )
     strong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
     states = (strong,) if single else tuple(strong)
-    shardings = _shardings(entry_for(with_states(recipe.options.state_argnums, states, example)), recipe, mesh)
+    shardings = _shardings(
+        entry_for(with_states(recipe.fn, recipe.options.state_argnums, states, example)), recipe, mesh
+    )
     return strong, shardings[0] if single else type(abstract)(shardings)
 
 

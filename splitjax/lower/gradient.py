@@ -23,6 +23,7 @@ from jax.core import ShapedArray, Tracer
 from splitjax import _compat
 from splitjax.errors import GradientError
 from splitjax.step.boundary import value_and_grad_p
+from splitjax.step.positions import traced_as
 
 _IN_SPLITJAX = "splitjax.value_and_grad"
 
@@ -204,8 +205,8 @@ def _trace_forward(
     jaxpr goes."""
     seen: list[tuple[Any, list[Any]]] = []
 
-    def forward(*values: Any) -> tuple[Any, ...]:
-        args, kwargs = leaves.merge(values)
+    def forward(*traced_args: Any, **traced_kwargs: Any) -> tuple[Any, ...]:
+        args, kwargs = leaves.merge(jax.tree.leaves((traced_args, traced_kwargs)))
         result = call.fun(*args, **kwargs)
         value, aux = _split_aux(result, call, place)
         _check_output(value, call, place)
@@ -214,7 +215,10 @@ def _trace_forward(
         seen.append((tree, [_TRACED if here else leaf for here, leaf in zip(traced, flat, strict=True)]))
         return (value, *(leaf for here, leaf in zip(traced, flat, strict=True) if here))
 
-    closed, _ = _compat.trace(forward, *operands)
+    # The operands at their places among the arguments, and nothing at the others: JAX names them as the user does.
+    by_position = dict(zip(leaves.dynamic, operands, strict=True))
+    args, kwargs = jax.tree.unflatten(leaves.tree, [by_position.get(i) for i in range(len(leaves.values))])
+    closed, _ = _compat.trace(traced_as(forward, call.fun, None), *args, **kwargs)
     tree, flat = seen[-1]
     return closed, tree, flat
 

@@ -15,6 +15,7 @@ from splitjax.planning.draft import Draft
 from splitjax.planning.sites.constraints import place_batches
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.assign import Assignment
+from splitjax.rules.match import unmatched_paths
 from splitjax.rules.pins import OPEN
 from splitjax.rules.sharded_state import shard_state
 from splitjax.trace.graph import Graph
@@ -39,6 +40,8 @@ def lay_out(draft: Draft) -> Draft:
         layout = _pinned(graph, request.pinned, mesh)
     else:
         layout = assign(graph, request.rules, mesh, draft.pins.by_path)
+        unmatched = unmatched_paths(request.rules.rules, graph)
+        layout = dataclasses.replace(layout, notes=(*layout.notes, *unmatched))
     return dataclasses.replace(draft, layout=layout, notes=(*layout.notes, *draft.pins.notes))
 
 

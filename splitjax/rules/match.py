@@ -7,6 +7,7 @@ Rules and leaves of a traced graph go in; all that decisions and findings ask ab
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import re
 from collections.abc import Sequence
@@ -79,6 +80,29 @@ def first_match(rules: Sequence[Rule], leaf: Leaf, kind: str) -> Rule | None:
     """Returns the first of `rules` that matches the parameter `leaf`, whose layer has the kind `kind`; None where
     none does."""
     return next((rule for rule in rules if matches(rule, leaf, kind)), None)
+
+
+def unmatched_paths(rules: Sequence[Rule], graph: Graph) -> tuple[str, ...]:
+    """Says which of `rules` name a path that no parameter of `graph` has, each with the nearest path: a misspelt path
+    leaves to other rules what it was written for."""
+    paths, notes = [leaf.path for leaf in graph.params], []
+    for rule in rules:
+        if rule.path is not None and not any(glob_pattern(rule.path).fullmatch(path) for path in paths):
+            key, pattern, meant = "path", rule.path, rule.path.replace("**/", "").replace("*", "")
+        elif rule.regex is not None and not any(re.search(rule.regex, path) for path in paths):
+            key, pattern, meant = "regex", rule.regex, re.sub(r"\\(.)|[\^$.*+?()|\[\]{}]", r"\1", rule.regex)
+        else:
+            continue
+        near = max(paths, key=lambda path: _likeness(meant, path), default=None)
+        nearest = f"; the nearest is {near!r}" if near is not None else ""
+        notes.append(f"rule {rule.name!r}: its {key} {pattern!r} matches no parameter{nearest}")
+    return tuple(notes)
+
+
+def _likeness(pattern: str, path: str) -> float:
+    """Returns how alike a path is to what is left of a pattern without its wildcards: wholly, or in its last names."""
+    ends = ["/".join(path.split("/")[start:]) for start in range(path.count("/") + 1)]
+    return max(difflib.SequenceMatcher(None, pattern, end, autojunk=False).ratio() for end in ends)
 
 
 def param_kinds(graph: Graph) -> dict[str, str]:

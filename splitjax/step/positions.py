@@ -8,6 +8,7 @@ in the gaps, so that everything behind it knows positions alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,20 +95,45 @@ def _defaults(fn: Callable[..., Any], numbers: Sequence[int], names: Sequence[st
     """Returns (position, default) of those parameters at these positions that have a default."""
     if not numbers or not names:
         return ()
-    parameters = inspect.signature(fn).parameters
+    parameters = {parameter.name: parameter for parameter in _parameters(fn)}
     named = [(number, parameters[names[number]]) for number in numbers if number < len(names)]
-    return tuple((number, parameter.default) for number, parameter in named if parameter.default is not parameter.empty)
+    return tuple((number, parameter.default) for number, parameter in named if _has_default(parameter))
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of the parameters of `fn` in the order of their positions: keyword-only ones last, none for a
-    function without a signature."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return ()
+    """Returns the names of the parameters of `fn` in the order of their positions: keyword-only ones last, and of these
+    the ones with a default behind the others; none for a function without a signature."""
+    return tuple(parameter.name for parameter in _parameters(fn))
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of `fn` that take one argument each, in the order of their positions."""
+    signature, _ = _signature(fn)
+    parameters = () if signature is None else signature.parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return tuple(p.name for p in sorted(named, key=lambda p: p.kind is p.KEYWORD_ONLY))
+    # A keyword-only parameter without a default may stand behind one with: as positions they are the other way round,
+    # so that `step(state, *, scale=1.0, batch)` has its batch at position 1.
+    return sorted(named, key=lambda p: (p.kind is p.KEYWORD_ONLY, p.kind is p.KEYWORD_ONLY and _has_default(p)))
+
+
+def _signature(fn: Callable[..., Any]) -> tuple[inspect.Signature | None, bool]:
+    """Returns the signature of `fn`, None where it has none, and whether calls have to fit it. The wrapper of a
+    decorator that takes `*args` and `**kwargs` has that of the function in it, and may pass on more than it takes."""
+    try:
+        own = inspect.signature(fn, follow_wrapped=False)
+        if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values()):
+            return own, True
+    except (TypeError, ValueError):
+        own = None
+    try:
+        inner = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return own, True
+    return inner, own is None or own == inner
+
+
+def _has_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty
 
 
 def _numbers(numbers: ArgumentNumbers, names: Sequence[str]) -> list[int]:
@@ -139,13 +165,37 @@ def step_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of the keyword-only parameters of `fn`."""
+def traced_as(call: Callable[..., Any], fn: Callable[..., Any], names: Sequence[str] | None) -> Callable[..., Any]:
+    """Gives the function `call`, which calls the user's `fn`, the place of that in the source, so that JAX names it
+    where it says what cannot be traced. Returns `call`.
+
+    `names`: of the arguments of `call`, by position; None where they are those of `fn`."""
+    inner: Any = fn
+    while True:
+        if isinstance(inner, functools.partial):
+            inner = inner.func
+        elif hasattr(inner, "__wrapped__"):
+            inner = inspect.unwrap(inner)
+        else:
+            break
+    if not hasattr(inner, "__code__") and callable(inner):
+        inner = type(inner).__call__  # an object
+    if hasattr(inner, "__code__"):
+        call.__dict__["__wrapped__"] = inner
+    if names is not None:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        call.__dict__["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        return call
     try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        call.__dict__["__signature__"] = inspect.signature(fn)
+    except (TypeError, ValueError):  # JAX then names arguments by their positions
+        pass
+    return call
+
+
+def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the keyword-only parameters of `fn`, in the order of their positions."""
+    return tuple(parameter.name for parameter in _parameters(fn) if parameter.kind is parameter.KEYWORD_ONLY)
 
 
 def positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -156,10 +206,15 @@ def positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     keywords = keyword_only(fn)
     if not kwargs and not keywords:
         return args
-    if keywords and len(args) == len(parameter_names(fn)):
-        return args  # positional already: `init` and `place` come with the whole list
-    signature = inspect.signature(fn)
-    bound = signature.bind(*args, **kwargs)
+    signature, is_exact = _signature(fn)
+    if signature is None:
+        raise TraceError(
+            "arguments given by name need a step with a signature",
+            value=sorted(kwargs),
+            place=f"call of {step_name(fn)}",
+            remedy="pass them by position",
+        )
+    bound = (signature.bind if is_exact else signature.bind_partial)(*args, **kwargs)
     places: list[Any] = []
     for parameter in signature.parameters.values():
         given = bound.arguments.get(parameter.name, Default())
@@ -199,9 +254,12 @@ def with_static_defaults(options: ArgumentRoles, args: tuple[Any, ...]) -> tuple
     return args
 
 
-def with_states(state_argnums: Sequence[int], states: Sequence[Any], example: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns a step's whole argument list: `states` at the positions `state_argnums`, and the arguments of `example`,
-    which are all the others in order, between them.
+def with_states(
+    fn: Callable[..., Any], state_argnums: Sequence[int], states: Sequence[Any], example: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Returns the whole argument list of the step `fn`: `states` at the positions `state_argnums`, and the arguments of
+    `example` between them, in order. These are all others, where parameters with a default may be left out; `Default`
+    stands for those.
 
     Raises `StateError` for an example that is no tuple, or has too few arguments."""
     if isinstance(example, dict) or not isinstance(example, (tuple, list)):
@@ -211,13 +269,39 @@ def with_states(state_argnums: Sequence[int], states: Sequence[Any], example: Se
             place="example=",
             remedy="write example=(batch,), with arrays or ShapeDtypeStructs",
         )
+    by_number, parameters = dict(zip(state_argnums, states, strict=True)), _parameters(fn)
+    others, is_exact = [p for n, p in enumerate(parameters) if n not in by_number], _signature(fn)[1]
+    needed = [p.name for p in others if not _has_default(p)]
+    if len(example) < len(needed) and not is_exact:  # a decorator adds the others
+        parameters, needed = parameters[: len(states) + len(example)], []
+    if len(example) < len(needed):
+        raise StateError(
+            f"the example has {len(example)} arguments, and the step needs {len(needed)} besides its state:"
+            f" {', '.join(needed)}",
+            value=len(example),
+            place="example=",
+            remedy=f"write example=({', '.join(needed)}{',' * (len(needed) == 1)})",
+        )
     count = len(states) + len(example)
-    if max(state_argnums, default=0) >= count:
+    if not parameters and max(state_argnums, default=0) >= count:
         raise StateError(
             f"the example has {len(example)} arguments, too few to reach state argument {max(state_argnums)}",
             value=len(example),
             place="example=",
             remedy="give all non-state arguments of the step, in order",
         )
-    rest, by_number = iter(example), dict(zip(state_argnums, states, strict=True))
-    return tuple(by_number[n] if n in by_number else next(rest) for n in range(count))
+    rest, spare = list(reversed(example)), len(example) - len(needed)
+    places: list[Any] = []
+    for number, parameter in enumerate(parameters):
+        if number in by_number:
+            places.append(by_number[number])
+        elif _has_default(parameter) and not spare:
+            places.append(Default())
+        else:
+            spare -= _has_default(parameter)
+            places.append(rest.pop())
+    while not keyword_only(fn) and places and isinstance(places[-1], Default):
+        places.pop()
+    while rest or max(by_number, default=0) >= len(places):  # of a step with *args, or without a signature
+        places.append(by_number[len(places)] if len(places) in by_number else rest.pop())
+    return tuple(places)

@@ -22,7 +22,7 @@ from splitjax.plan import Spec
 from splitjax.rules.pins import Said
 from splitjax.step.annotations import Annotation, constraints_in, has_explicit, typed_leaf, untyped
 from splitjax.step.arguments import Bound, abstract
-from splitjax.step.positions import ArgumentRoles, call_with, keyword_only
+from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
 from splitjax.trace.graph import Graph
@@ -104,12 +104,13 @@ def trace_step(
 
     Raises `TraceError` for a step that cannot be traced, and `StateError` for one that does not return its states."""
     leaves = abstract(bound.leaves, bound.signature.avals)
-    trace = functools.partial(_trace, _flat(step, bound), step.name, mesh)
+    call = _StepCall(step, bound)
+    trace = functools.partial(_trace, call, mesh)
     if specs is not None and mesh is not None:
-        trace = functools.partial(_trace_typed, _flat(step, bound), step.name, mesh, specs)
+        trace = functools.partial(_trace_typed, call, mesh, specs)
     elif has_explicit(mesh):
         assert mesh is not None, "a mesh with Explicit axes is one"
-        trace = _way_to_trace(_flat(step, bound), step.name, mesh, leaves)
+        trace = _way_to_trace(call, mesh, leaves)
     jaxpr, result, annotations, is_settled = trace(leaves)
     if matched is None:
         matched = match_states(step.options, bound, result) if step.returns_state else {}
@@ -119,26 +120,39 @@ def trace_step(
     return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))
 
 
-def _flat(step: StepFunction, bound: Bound) -> Callable[..., Any]:
-    """Returns the step as a function of its flat arguments."""
-    static, keywords = dict(bound.signature.static), keyword_only(step.fn)
+class _StepCall:
+    """A step over the arguments of a call that are not static, with the name, the place in the source and the names of
+    arguments that it has for its user: what JAX says of a traced value (a Python `if`, `numpy.asarray`) says it in
+    these.
 
-    def flat(*values: Any) -> Any:
-        dynamic = iter(jax.tree.unflatten(bound.signature.tree, values))
-        args = [static[n] if n in static else next(dynamic) for n in range(len(bound.args))]
-        return call_with(step.fn, keywords, args)
+    **Arguments:** `step`: the step. `bound`: the call.
+    """
 
-    flat.__name__ = step.name
-    return flat
+    def __init__(self, step: StepFunction, bound: Bound) -> None:
+        static, keywords = dict(bound.signature.static), keyword_only(step.fn)
+
+        def call(*dynamic: Any) -> Any:
+            given = iter(dynamic)
+            args = [static[n] if n in static else next(given) for n in range(len(bound.args))]
+            return call_with(step.fn, keywords, args)
+
+        known = step.options.names
+        names = [known[n] if n < len(known) else f"arg{n}" for n in range(len(bound.args)) if n not in static]
+        call.__name__ = self.name = step.name
+        self._call, self._tree = traced_as(call, step.fn, names), bound.signature.tree
+
+    def trace(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """Traces the step with its flat `leaves`: the closed jaxpr over these, and what the result is like."""
+        return _compat.trace(self._call, *jax.tree.unflatten(self._tree, leaves))
 
 
 def _way_to_trace(
-    flat: Callable[..., Any], name: str, mesh: Mesh | AbstractMesh, leaves: Sequence[jax.ShapeDtypeStruct]
+    call: _StepCall, mesh: Mesh | AbstractMesh, leaves: Sequence[jax.ShapeDtypeStruct]
 ) -> Callable[[Sequence[jax.ShapeDtypeStruct]], TracedCall]:
     """Chooses how a step is traced before it is known where its arguments live, on a `mesh` with Explicit axes: under
-    them where it has annotations, and plainly otherwise. `flat`, `name`: the step over flat `leaves`, and its name."""
-    plain = functools.partial(_trace, flat, name, mesh)
-    typed = functools.partial(_trace_typed, flat, name, mesh, None)
+    them where it has annotations, and plainly otherwise. `call`: the step, over flat `leaves`."""
+    plain = functools.partial(_trace, call, mesh)
+    typed = functools.partial(_trace_typed, call, mesh, None)
     try:
         return typed if typed(leaves)[2] else plain
     except TraceError as error:
@@ -151,7 +165,7 @@ def _way_to_trace(
     except Exception as error:
         if type(error) is type(failed.__cause__) and str(error) == str(failed.__cause__):
             raise  # a mistake that has nothing to do with axes
-    alone = functools.partial(_trace_typed, flat, name, _of_size_one(mesh), None)
+    alone = functools.partial(_trace_typed, call, _of_size_one(mesh), None)
     try:
         with _compat.axes_of_size_one_are_no_types():
             alone(leaves)
@@ -172,8 +186,7 @@ def _of_size_one(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def _trace_typed(
-    flat: Callable[..., Any],
-    name: str,
+    call: _StepCall,
     mesh: Mesh | AbstractMesh,
     specs: Sequence[Spec] | None,
     leaves: Sequence[jax.ShapeDtypeStruct],
@@ -183,7 +196,7 @@ def _trace_typed(
     placed = [typed_leaf(leaf, mesh, specs[n] if specs else ()) for n, leaf in enumerate(leaves)]
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            typed, result = _compat.trace(flat, *placed)
+            typed, result = call.trace(placed)
     except SplitjaxError:
         raise
     except Exception as error:
@@ -191,7 +204,7 @@ def _trace_typed(
         raise TraceError(
             f"the step cannot be traced under the Explicit axes of its mesh: {' '.join(lines)[:600]}",
             value=type(error).__name__,
-            place=f"trace of {name}",
+            place=f"trace of {call.name}",
             remedy=(
                 "say where that array is, with jax.reshard or out_sharding=, choose rules whose layout fits the step's"
                 " annotations, or give the mesh Auto axes: jax.make_mesh(sizes, names,"
@@ -203,18 +216,16 @@ def _trace_typed(
     return jaxpr, shapes, annotations, specs is not None or not annotations
 
 
-def _trace(
-    flat: Callable[..., Any], name: str, mesh: Mesh | AbstractMesh | None, leaves: Sequence[jax.ShapeDtypeStruct]
-) -> TracedCall:
+def _trace(call: _StepCall, mesh: Mesh | AbstractMesh | None, leaves: Sequence[jax.ShapeDtypeStruct]) -> TracedCall:
     """Traces a step over arrays that name no mesh; where that cannot be done, under the axes of `mesh`, all Auto."""
     try:
-        return *naming_axes(_compat.trace, None if mesh is None else inside_mesh(mesh))(flat, *leaves), (), True
+        return *naming_axes(call.trace, None if mesh is None else inside_mesh(mesh))(leaves), (), True
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
         raise TraceError(
             f"the step uses a collective over an axis that only exists under pmap or shard_map ({error})",
-            place=f"trace of {name}",
+            place=f"trace of {call.name}",
             remedy=(
                 "a parallel step is written for the global batch: take out pmean, psum and axis_name; the mean over the"
                 " batch is already the mean over all devices"
