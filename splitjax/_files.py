@@ -1,11 +1,39 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and packed ones that stay within bounds."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import pathlib
 import uuid
 from collections.abc import Callable
+
+_SMALL_BYTES = 4 << 20
+_LARGEST_RATIO = 200
+_PART_BYTES = 1 << 18
+
+
+def unpacked_limit(packed_bytes: int) -> int:
+    """Returns how many bytes a file of `packed_bytes` may unpack to: 4 MiB, and 200 times its size.
+
+    Text and tables pack to a tenth or less often to a hundredth; what gzip at its best makes a thousandth of is empty
+    repetition, and harmless as long as it is small."""
+    return _SMALL_BYTES + _LARGEST_RATIO * packed_bytes
+
+
+def unpack(data: bytes) -> bytes:
+    """Returns what gzip packed as `data`. Raises what `gzip` raises (`EOFError`, `OSError`, `zlib.error`), and `OSError`
+    for what unpacks to more than `unpacked_limit`, before it takes the memory."""
+    limit = unpacked_limit(len(data))
+    parts, left = [], limit
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        while part := file.read(_PART_BYTES):  # which sets aside what is asked for
+            parts.append(part)
+            left -= len(part)
+            if left < 0:
+                raise OSError(f"{len(data)} bytes unpack to more than {limit}, too many to be trusted")
+    return b"".join(parts)
 
 
 def write_atomically(path: pathlib.Path, text: str, encoding: str = "utf-8") -> None:

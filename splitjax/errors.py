@@ -31,13 +31,23 @@ class SplitjaxError(Exception):
         self.message, self.value, self.place, self.remedy = message, value, place, remedy
         lines = [message]
         if value is not None:
-            text = repr(value)
+            text = _shown(value)
             lines.append(f"  value:  {text if len(text) <= 400 else text[:397] + '...'}")
         if place:
             lines.append(f"  place:  {place}")
         if remedy:
             lines.append(f"  remedy: {remedy}")
-        super().__init__("\n".join(lines))
+        # What a document says may hold halves of surrogate pairs, which no terminal or file takes.
+        super().__init__("\n".join(lines).encode("utf-8", "backslashreplace").decode())
+
+
+def _shown(value: Any) -> str:
+    """Returns the `repr` of a value, or its type where it has none: values of documents can be nested too deeply for
+    it, or hold a whole number of more digits than Python writes."""
+    try:
+        return repr(value)
+    except (RecursionError, ValueError):
+        return f"<{type(value).__name__}>"
 
 
 class MeshError(SplitjaxError, ValueError):

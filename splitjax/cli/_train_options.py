@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, RoleTexts, parse_model_options
+from splitjax.codec.toml_text import parse_toml
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
 
@@ -235,7 +236,7 @@ def expand_config(arguments: Sequence[str]) -> list[str]:
 def _read(file: pathlib.Path) -> dict[str, Any]:
     """Option name -> value, from keys at the top or in tables named after the groups."""
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        tables = parse_toml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionValueError(
             f"the file of options cannot be read: {getattr(error, 'strerror', None) or error}",

@@ -233,8 +233,8 @@ class Codec(Generic[T]):
     def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            repeated = next(name for name in names if names.count(name) > 1)
+            seen: set[str] = set()
+            repeated = next(name for name, _ in pairs if name in seen or seen.add(name))
             message = f"a key stands twice in one object of {self.wording.subject}"
             self.fail(message, repeated, repeated, "keep one of the two")
         return result

@@ -16,12 +16,14 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
+from splitjax._files import unpacked_limit
 from splitjax.errors import DataError
 
 # Written beside what was unpacked, as sha256sum writes it: `sha256sum -c SHA256SUMS` checks it too.
 SUMS: str = "SHA256SUMS"
 CHUNK_BYTES: int = 1 << 20
 _MAX_MEMBERS = 1000
+_MAX_EMPTY = 8  # reads behind the end of an archive
 _REMEDY = "do not use this archive: fetch the official one again, and check its checksum"
 
 
@@ -44,7 +46,8 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
     - `wanted`: names of regular files; others are passed over.
     - `max_bytes`: of all that the archive unpacks to, wanted or not.
 
-    Raises `DataError` for an archive that is damaged or ends early, that unpacks to more than `max_bytes`, or that
+    Raises `DataError` for an archive that is damaged or ends early, that unpacks to more than `max_bytes` or to more
+    than an archive of its size can be trusted with (`_files.unpacked_limit`), or that
     holds a link, a device, a sparse file, or a name that leads out of its folder, wanted or not; the offending member
     is named.
     """
@@ -53,6 +56,8 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
         with open(archive, "rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
             file.seek(0)
+            if zipped:
+                max_bytes = min(max_bytes, unpacked_limit(os.fstat(file.fileno()).st_size))
             with gzip.GzipFile(fileobj=file) if zipped else file as contents:
                 bounded = _Bounded(contents, max_bytes, archive)
                 stream: Any = bounded  # of a stream that it reads tarfile asks for `read` alone; its stubs ask for more
@@ -70,7 +75,11 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
                 place = str(archive)
                 while bounded.read(CHUNK_BYTES):
                     pass
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ArithmeticError) as error:
+        raise DataError(f"a damaged archive: {error}", place=place, remedy=_REMEDY) from error
+    except ValueError as error:  # what tarfile says of numbers and names in extended headers
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"a damaged archive: {error}", place=place, remedy=_REMEDY) from error
     except OSError as error:
         raise DataError(
@@ -85,9 +94,13 @@ class _Bounded:
 
     def __init__(self, contents: Readable, max_bytes: int, archive: pathlib.Path):
         self._contents, self._left, self._archive, self._max = contents, max_bytes, archive, max_bytes
+        self._num_empty = 0
 
     def read(self, size: int) -> bytes:
         data = self._contents.read(size)
+        self._num_empty += not data
+        if self._num_empty > _MAX_EMPTY:  # tarfile goes on to where a header of a few bytes says that the next is
+            raise EOFError("it ends before its members do")
         self._left -= len(data)
         if self._left < 0:
             raise DataError(

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from splitjax._files import unpacked_limit
 from splitjax.data._archive import Readable, check_sums
 from splitjax.data.augment import Augmentation
 from splitjax.data.dataset import Dataset
@@ -31,6 +32,7 @@ TYPES: dict[int, str] = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D:
 # The official names; others have a text before these, such as emnist-letters-, or a dot in place of the last dash.
 SPLITS: dict[str, str] = {"train": "train", "test": "t10k"}
 FOLDER: str = "mnist"  # where `fetch` puts the official files
+_MAX_DIMS = 32  # numpy has 64 from version 2 on
 _SAMPLE = 10_000  # images that mean and std are taken of
 _UNPACK = (
     "give a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and"
@@ -111,9 +113,17 @@ def read_idx(file: str | os.PathLike[str]) -> np.ndarray:
     with _Opened(file) as contents:
         dtype, shape, header_bytes = _read_header(contents, file)
         size = dtype.itemsize * math.prod(shape)
+        limit = unpacked_limit(file.stat().st_size)
+        if size > limit and file.suffix == ".gz":
+            raise DataError(
+                f"the packed file is said to unpack to {size} bytes, too many to be trusted",
+                value=shape,
+                place=str(file),
+                remedy="unpack it with gzip -d, and give the unpacked file",
+            )
         chunks, left = [], size + 1  # one more than there should be
         # by chunks: what a damaged header promises is not set aside
-        while left and (chunk := contents.read(min(left, 1 << 24))):
+        while left and (chunk := contents.read(min(left, 1 << 20))):
             chunks.append(chunk)
             left -= len(chunk)
         data = b"".join(chunks)
@@ -215,6 +225,13 @@ def _read_header(contents: Readable, file: pathlib.Path) -> tuple[np.dtype, tupl
         )
     num_dims = magic[3]
     dims = contents.read(4 * num_dims)
+    if num_dims > _MAX_DIMS:
+        raise DataError(
+            f"an IDX file of more than {_MAX_DIMS} dims",
+            value=num_dims,
+            place=f"{file}, byte offset 3",
+            remedy=_DAMAGED,
+        )
     if len(dims) < 4 * num_dims:
         raise DataError(
             f"truncated IDX file: its {num_dims} dims are not all there",
@@ -222,7 +239,12 @@ def _read_header(contents: Readable, file: pathlib.Path) -> tuple[np.dtype, tupl
             place=f"{file}, byte offset {4 + len(dims)}",
             remedy=_DAMAGED,
         )
-    return np.dtype(TYPES[magic[2]]), struct.unpack(f">{num_dims}I", dims), 4 + len(dims)
+    shape = struct.unpack(f">{num_dims}I", dims)
+    if math.prod(size for size in shape if size) >= 1 << 59:  # numpy has no such array, even where a dim of 0 empties it
+        raise DataError(
+            "the dims of the IDX file are those of no array", value=shape, place=f"{file}, byte offset 4", remedy=_DAMAGED
+        )
+    return np.dtype(TYPES[magic[2]]), shape, 4 + len(dims)
 
 
 def _check_size(

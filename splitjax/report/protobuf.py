@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 # The values of a message by field number, in order: whole numbers, or bytes (texts, messages and packed numbers).
 Message = Mapping[int, Sequence[int | bytes]]
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_WORD = (1 << 64) - 1
 
 
 class WireError(ValueError):
@@ -59,8 +60,10 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         position += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, position
+            return value & _WORD, position
         shift += 7
+        if shift > 63:  # ten bytes hold 64 bits
+            raise WireError(f"a number is longer than 64 bits before byte {position}")
 
 
 def _signed(value: int) -> int:
@@ -85,9 +88,12 @@ def numbers_at(fields: Message, number: int) -> tuple[int, ...]:
             out.append(value)
             continue
         position = 0
-        while position < len(value):
-            packed, position = _varint(value, position)
-            out.append(packed)
+        try:
+            while position < len(value):
+                packed, position = _varint(value, position)
+                out.append(packed)
+        except IndexError:
+            raise WireError(f"a number goes beyond the end of field {number}") from None
     return tuple(map(_signed, out))
 
 

@@ -31,6 +31,10 @@ from splitjax.report.protobuf import (
 
 Groups = tuple[tuple[int, ...], ...]
 _Value = TypeVar("_Value")
+_MAX_DEPTH = 64  # of tuples in tuples
+# Of a configuration that is no JSON: the number may stand behind a few other characters. Bounded, so that no bytes make
+# the search long.
+_TRIP_COUNT = re.compile(rb"known_trip_count[^0-9]{0,40}?n[^0-9]{0,40}?([0-9]{1,18})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +236,13 @@ def _attribute(fields: Message, name: str) -> str:
     return next((value for key, value in entries if key == name), "")
 
 
-def shape_of(fields: Message) -> Shape:
-    """Reads an `xla.ShapeProto`."""
-    return Shape(number_at(fields, 2), numbers_at(fields, 3), tuple(map(shape_of, messages_at(fields, 4))))
+def shape_of(fields: Message, depth: int = 0) -> Shape:
+    """Reads an `xla.ShapeProto` that stands in so many (`depth`) other shapes. Raises `WireError` where shapes are
+    nested deeper than any compiler nests them."""
+    if depth > _MAX_DEPTH:
+        raise WireError(f"shapes are nested deeper than {_MAX_DEPTH}")
+    members = tuple(shape_of(member, depth + 1) for member in messages_at(fields, 4))
+    return Shape(number_at(fields, 2), numbers_at(fields, 3), members)
 
 
 def _groups(fields: Message) -> GroupList:
@@ -267,7 +275,7 @@ def _config(fields: Message, payloads: Sequence[bytes]) -> bytes:
     if own := parts_at(payload, 1):
         return own[-1]
     position = number_at(payload, 2)
-    return payloads[position] if 2 in payload and position < len(payloads) else b""
+    return payloads[position] if 2 in payload and 0 <= position < len(payloads) else b""
 
 
 def _trip_count(config: bytes) -> int | None:
@@ -276,8 +284,8 @@ def _trip_count(config: bytes) -> int | None:
         return None
     try:
         return int(json.loads(config)["known_trip_count"]["n"])
-    except (ValueError, KeyError, TypeError):
-        match = re.search(rb'known_trip_count[^0-9]*?"?n"?[^0-9]*?(\d+)', config)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        match = _TRIP_COUNT.search(config)
         return int(match.group(1)) if match else None
 
 

@@ -213,7 +213,7 @@ def _check_regex(name: str, regex: str | None) -> None:
         return
     try:
         re.compile(regex)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         _fail(
             name,
             "regex",

@@ -15,6 +15,7 @@ import tomllib
 from typing import Any
 
 from splitjax._registry import NamedRegistry, is_reference, load_reference
+from splitjax.codec.toml_text import parse_toml
 from splitjax.errors import RuleError, UnavailableError
 from splitjax.mesh import MeshShape
 from splitjax.roles import Role
@@ -243,7 +244,7 @@ def parse_rules(text: str, file: str) -> RuleSet:
     Raises `RuleError`, with file, line, rule and key as its place, for a mistake in it.
     """
     try:
-        table = tomllib.loads(text)
+        table = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"\(at (.*)\)", str(error))
         raise RuleError(

@@ -6,7 +6,6 @@ indices and numbers are checked before anything is allocated for them.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import pathlib
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from splitjax._files import unpack
 from splitjax.errors import SearchError
 from splitjax.search.network import CostNetwork, Floats, Memory, MemoryUse, Pair
 
@@ -34,8 +34,7 @@ def read_problem(path: str | pathlib.Path) -> CostNetwork:
     try:
         data = pathlib.Path(path).read_bytes()
         if data[:2] == b"\x1f\x8b":
-            with gzip.open(path) as file:
-                data = file.read(MAX_TEXT_BYTES + 1)
+            data = unpack(data)
         if len(data) > MAX_TEXT_BYTES:
             raise SearchError("the problem is larger than 1 GiB", place=place)
         document = json.loads(data)
@@ -74,10 +73,10 @@ def problem_of(document: Any, place: str) -> CostNetwork:
             uses.append(MemoryUse(i, begin, end, sizes))
     if limit is None:
         memories: tuple[Memory, ...] = ()
-    elif isinstance(limit, bool) or not isinstance(limit, int | float):
+    elif type(limit) not in (int, float):
         raise SearchError("the limit is no number", value=limit, place=f"{place}: problem.usage_limit")
     else:
-        memories = (Memory("memory", float(limit), tuple(uses)),)
+        memories = (Memory("memory", float(_numbers([limit], f"{place}: problem.usage_limit")[0]), tuple(uses)),)
     pairs = []
     edge_nodes, edge_costs = _field(edges, "nodes", list, place), _field(edges, "costs", list, place)
     if len(edge_nodes) != len(edge_costs):

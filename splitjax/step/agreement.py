@@ -30,6 +30,7 @@ from splitjax.step.processes import value_digest
 TIMEOUT_SECONDS = 300.0
 # The coordination service refuses messages above 4 MB.
 _PACKED_LIMIT = 2_000_000
+_UNPACKED_LIMIT = 64 << 20
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _SET = re.compile(r"frozenset\(\{([^{}]*)\}\)|\{('[^{}:]*)\}")
 
@@ -103,12 +104,30 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
             remedy="every process must call the same steps in the same order; see what the others do or wait for",
         ) from error
     entries = client.key_value_dir_get(f"{folder}items/")
-    items_of = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+    items_of = _items_of(entries, place)
     for process in sorted(items_of):
         what = _first_difference(items_of[0], items_of[process])
         if what is not None:
             detail = _detail(client, folder, what, plan, program) if rank == process else ""
             raise ProcessError(_sentence(what, process) + detail, value=what, place=place, remedy=_remedy(what))
+
+
+def _items_of(entries: Sequence[tuple[str, str]], place: str) -> dict[int, Items]:
+    """Returns what each process published, by its number. Raises `ProcessError` for what no process of splitjax writes:
+    the coordination service asks nobody who writes to it."""
+    try:
+        items_of = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+        if 0 in items_of and all({type(name) for name, _ in items} <= {str} for items in items_of.values()):
+            return items_of
+        problem: Exception | None = None
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = error
+    raise ProcessError(
+        "what the processes of this run say they are about to do cannot be read",
+        value=[key for key, _ in entries],
+        place=place,
+        remedy="see who else reaches the coordinator's port (SECURITY.md), and run again",
+    ) from problem
 
 
 def _publish(client: CoordinationClient, name: str, rank: int, text: str) -> str:
@@ -148,7 +167,10 @@ def _detail(client: CoordinationClient, folder: str, what: str, plan: Plan, prog
     packed = client.blocking_key_value_get(f"{folder}{what}", 10_000) if what in ("plan", "program") else ""
     if not packed:
         return ""
-    text = zlib.decompress(base64.b85decode(packed)).decode()
+    try:
+        text = zlib.decompressobj().decompress(base64.b85decode(packed), _UNPACKED_LIMIT).decode()
+    except (ValueError, zlib.error):
+        return ""
     if what == "plan":
         return "".join(f": {difference}" for difference in Plan.from_json(text).diff(plan)[:1])
     pairs = itertools.zip_longest(text.splitlines(), program.splitlines(), fillvalue="nothing")

@@ -362,6 +362,28 @@ def _written_tensor(tensor: TensorProfile) -> dict[str, Any]:
     return {"path": tensor.path, "means": means, **fields_of(tensor)}
 
 
+def _check(profile: Profile) -> None:
+    """Raises `ProfileError` for what types do not say: every step of a tensor has figures of the same workers."""
+    for number, tensor in enumerate(profile.tensors):
+        steps, size = tensor.steps, len(tensor.overlaps)
+        shapes = {(len(step.densities), len(step.row_densities), tuple(m for m, _ in step.unions)) for step in steps}
+        shares = [share for step in steps for share in (*step.densities, *(share for _, share in step.unions))]
+        message = ""
+        if len(shapes) != 1 or not steps[0].densities or 1 not in dict(steps[0].unions):
+            message = "a tensor has steps, all of them with figures of the same numbers of workers, of 1 among them"
+        elif tensor.is_table and not steps[0].row_densities:
+            message = "a table has densities of rows"
+        elif not {size, profile.num_workers} <= dict(steps[0].unions).keys():
+            message = "the sum of all workers is among the unions"
+        elif any(len(row) != size for row in tensor.overlaps):
+            message = "overlaps are of every worker with every worker"
+        elif not all(0 <= share < math.inf for share in shares):
+            message = "shares are 0 or more"
+        if message:
+            place = f"tensors[{number}]"
+            raise ProfileError(message, value=tensor.path, place=place, remedy="profile the step anew")
+
+
 _JSON = Codec(
     Profile,
     ProfileError,
@@ -373,4 +395,5 @@ _JSON = Codec(
         Sparsity: SPARSITY_FORM,
     },
     entries=("tensors",),
+    check=_check,
 )

@@ -127,6 +127,11 @@ def _read(codec: Codec[Any], values: Any, place: str) -> Sparsity:
     known = codec.object(Sparsity, values, place)
     table = {field.name: known.pop(field.name) for field in dataclasses.fields(Table) if field.name in known}
     own = codec.arguments(Sparsity, known, place, ("table", "samples"))
+    counts = [count for count, _ in own["unions"]]
+    rows = [rows for _, rows in own["unions"]]
+    if not counts or counts[0] < 1 or counts != sorted(counts) or not all(0 <= known < math.inf for known in rows):
+        message = "unions are rows, 0 or more, of 1 worker or more, by rising numbers of workers"
+        codec.fail(message, own["unions"], f"{place}.unions" if place else "unions")
     return Sparsity(codec.instance(Table, table, place), **own)
 
 

@@ -82,6 +82,8 @@ def targets(entry: Mapping[str, Any] | None, like: Any) -> CarriedParts:
     named = (sharding for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding))
     mesh = next((sharding.mesh for sharding in named), None)
     known = _JSON.read({name: value for name, value in entry.items() if name in _OF_ARRAYS}, "carried")
+    if len(known.names) != len(known.arrays):
+        _JSON.fail("every array of what the step carried has a name", list(known.names), "carried.names")
     arrays = {
         name: _target(leaf, known.layouts.get(name), mesh) for name, leaf in zip(known.names, known.arrays, strict=True)
     }
@@ -105,9 +107,14 @@ def _target(
 ) -> jax.ShapeDtypeStruct | np.ndarray:
     """Returns what `leaf` is read into: laid out over `mesh` by `layout`, the mesh axes of each dim, where the mesh has
     these axes and they divide the dims; an array of the host otherwise."""
-    dtype = jnp.dtype(leaf.dtype)
+    try:
+        dtype = jnp.dtype(leaf.dtype)
+        on_host = np.broadcast_to(np.empty((), dtype), leaf.shape)  # says what is wanted, and takes no memory for it
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"there is no such array: {error}"
+        raise CheckpointError(message, value=str(leaf), place=leaf.path, remedy="restore another checkpoint") from error
     if mesh is None or layout is None:
-        return np.empty(leaf.shape, dtype)
+        return on_host
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in layout]
     known = all(axis in mesh.shape for entry in axes for axis in entry)
     if known and all(
@@ -116,4 +123,4 @@ def _target(
         return jax.ShapeDtypeStruct(
             leaf.shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*layout))
         )
-    return np.empty(leaf.shape, dtype)
+    return on_host

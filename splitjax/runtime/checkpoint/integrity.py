@@ -12,6 +12,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,10 @@ def find_damage(folder: Path, *, only: str | None = None, digests: bool = True) 
         files = {only: files[only]}
     for name, entry in files.items():
         try:
-            size_bytes = (folder / name).stat().st_size
+            status = (folder / name).stat()
+            size_bytes = status.st_size
+            if not stat.S_ISREG(status.st_mode):  # a device or a pipe has no end
+                return f"{name}: no regular file"
         except FileNotFoundError:
             return f"{name}: missing"
         except OSError as error:
@@ -129,17 +133,32 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
         text = (folder / MANIFEST).read_bytes().decode("ascii")
         manifest = json.loads(text)
+        is_canonical = (
+            isinstance(manifest, dict)
+            and _canonical({name: value for name, value in manifest.items() if name != "sha256"}) == text
+        )
     except FileNotFoundError:
         return None, f"{MANIFEST}: missing"
     except OSError as error:
         return None, f"{MANIFEST}: {error.strerror or error}"
     except (ValueError, RecursionError):
         return None, f"{MANIFEST}: not readable as JSON"
-    if (
-        not isinstance(manifest, dict)
-        or _canonical({name: value for name, value in manifest.items() if name != "sha256"}) != text
-    ):
+    if not is_canonical:
         return None, f"{MANIFEST}: its bytes changed since they were written"
     if manifest.get("format") != _FORMAT:
-        return None, f"{MANIFEST}: format {manifest.get('format')!r}, known is {_FORMAT}; a newer version wrote it"
+        return None, f"{MANIFEST}: format {str(manifest.get('format'))[:40]}, known is {_FORMAT}; a newer version wrote it"
+    files = manifest.get("files")
+    if not isinstance(manifest.get("about"), dict) or not isinstance(files, dict):
+        return None, f"{MANIFEST}: it lists no files"
+    for name, entry in files.items():
+        if not _is_inside(name):
+            return None, f"{MANIFEST}: lists {name[:200]!r}, which is no file of the folder"
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+            return None, f"{MANIFEST}: says no size and digest of {name[:200]!r}"
     return manifest, None
+
+
+def _is_inside(name: str) -> bool:
+    """Tells whether a `name` of a manifest is that of a file in or below the folder, as `seal` writes it."""
+    parts = name.split("/")
+    return name.isprintable() and not any(part in ("", ".", "..") or "\\" in part for part in parts)

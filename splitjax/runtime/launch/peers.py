@@ -86,6 +86,14 @@ class Peers:
         `OSError`s become `CheckpointError`s."""
         if not self.is_first:
             answer = self.hear(topic, time.monotonic() + timeout_seconds)
+            keys = set(answer) if isinstance(answer, dict) else set()
+            if not (keys >= {"value"} or keys >= {"message", "place", "remedy"}):
+                raise CheckpointError(
+                    "process 0 is said to have answered with what is no answer of splitjax",
+                    value=answer,
+                    place=topic,
+                    remedy="see who else reaches the coordinator's port (SECURITY.md), and run again",
+                )
             if "message" in answer:
                 raise CheckpointError(answer["message"], place=answer["place"], remedy=answer["remedy"])
             return answer["value"]
@@ -133,6 +141,12 @@ class Peers:
             raise CheckpointError(
                 message,
                 remedy="see whether it still runs; a larger timeout_seconds if its storage is only slow",
+            ) from error
+        except (ValueError, RecursionError) as error:  # the service asks nobody who writes to it
+            raise CheckpointError(
+                f"process {rank} is said to have answered with what is no answer of splitjax",
+                place=key,
+                remedy="see who else reaches the coordinator's port (SECURITY.md), and run again",
             ) from error
         finally:
             if told:

@@ -19,6 +19,8 @@ from splitjax.runtime.checkpoint.folder import set_aside
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
+_MAX_DIGITS = 18  # of a step: a number of thousands of them is no number to Python
+
 Row = Mapping[str, Any]  # "step" first; numbers, sometimes words; None for what this step does not have
 
 
@@ -148,21 +150,35 @@ class WeightsAndBiases:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the rows of the file `path` that `JsonLines` wrote."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Returns the rows of the file `path` that `JsonLines` wrote. Raises `DataError`, which names the line, for one that
+    is damaged, and for a file that cannot be read."""
+    rows: list[dict[str, Any]] = []
+    remedy = "leave the damaged line out, or resume the run: it keeps the other lines"
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("it is no JSON object")
+            rows.append(row)
+    except OSError as error:
+        raise DataError(f"the metrics cannot be read: {error.strerror or error}", place=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        message = f"a damaged line of metrics: {error}"
+        raise DataError(message, place=f"{path}:{len(rows) + 1}", remedy=remedy) from error
+    return rows
 
 
 def _json_step(line: str) -> int | None:
     try:
         step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 
 
 def _csv_step(line: str) -> int | None:
     first = line.split(",", 1)[0]
-    return int(first) if first.isdecimal() else None
+    return int(first) if first.isdecimal() and len(first) <= _MAX_DIGITS else None
 
 
 class _Lines:

@@ -273,6 +273,9 @@ def _partial_seconds(profile: JobProfile, num_workers: int) -> float:
     return sum(profile.task_seconds(depth) for depth in _partial_depths(profile, num_workers)) / num_workers
 
 
+_MAX_COUNT = 2**53
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Describes a data-parallel training job.
@@ -286,7 +289,7 @@ class Job:
     - `profile`: what an iteration costs.
     - `tag`: whatever the trace groups jobs by (a virtual cluster, a user).
 
-    Raises `ScheduleError` for counts below 1 or a time before 0.
+    Raises `ScheduleError` for counts below 1 or above 2**53, which no float counts, or a time before 0.
     """
 
     name: str
@@ -297,7 +300,8 @@ class Job:
     tag: str = ""
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1 or self.num_iterations < 1 or not 0 <= self.arrival_seconds < math.inf:
+        counts = (self.num_workers, self.num_iterations)
+        if not all(1 <= count <= _MAX_COUNT for count in counts) or not 0 <= self.arrival_seconds < math.inf:
             raise ScheduleError(
                 "a job arrives at 0 or later, with a worker and an iteration at least",
                 value=(self.arrival_seconds, self.num_workers, self.num_iterations), place=f"job {self.name!r}",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from splitjax._files import write_atomically
 from splitjax.errors import ScheduleError, TraceFileError
@@ -102,8 +104,9 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
     path = pathlib.Path(path)
     try:
         table = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise TraceFileError(f"not JSON: {error.msg}", place=f"{path}:{error.lineno}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError alone
+        where = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise TraceFileError(f"not JSON: {getattr(error, 'msg', error)}", place=f"{path}{where}") from error
     alone: dict[str, dict[tuple[str, int], float]] = {}
     pairs: dict[str, dict[tuple[tuple[str, int], tuple[str, int]], tuple[float, float]]] = {}
     place = ""
@@ -116,13 +119,20 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
                 for partner, value in partners.items():
                     place = f"{kind}, {text}, {partner}"
                     if partner == "null":
-                        alone[kind][job] = float(value)
+                        alone[kind][job] = _rate(value)
                     else:
                         first, second = value
-                        pairs[kind][job, _gavel_job(partner)] = float(first), float(second)
-    except (ValueError, TypeError, AttributeError) as error:
+                        pairs[kind][job, _gavel_job(partner)] = _rate(first), _rate(second)
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise TraceFileError(f"not a table of throughputs: {error}", place=f"{path}, {place}") from error
     return Throughputs(alone, pairs)
+
+
+def _rate(value: Any) -> float:
+    rate = float(value)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"not a throughput: {str(value)[:40]}")
+    return rate
 
 
 def _gavel_job(text: str) -> tuple[str, int]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import pathlib
 import zlib
 
+from splitjax._files import unpack
 from splitjax.errors import TraceFileError
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Returns the text of the file at `path`. Raises `TraceFileError`, which names it, for what cannot be read."""
+    """Returns the text of the file at `path`. Raises `TraceFileError`, which names it, for what cannot be read,
+    and for a small file that unpacks to a huge one."""
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+        return (unpack(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except OSError as error:
         raise TraceFileError(f"cannot be read: {error.strerror or error}", place=str(path)) from error
     except (EOFError, zlib.error) as error:

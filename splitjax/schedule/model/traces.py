@@ -21,6 +21,7 @@ from splitjax.schedule.model.text_files import read_text
 
 PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus", "cluster")
 MURI_COLUMNS = ("job_id", "num_gpu", "submit_time", "iterations", "model_name", "iteration_time")
+_MOST = dict.fromkeys(("num_workers", "num_gpus", "num_gpu"), 1_000_000)
 JOB_COLUMNS = ("name", "arrival_seconds", "num_workers", "num_iterations", "profile")
 
 
@@ -156,7 +157,7 @@ def read_philly(
         duration, num_workers = float(row["duration"]), _count(row["num_gpus"], "num_gpus")
         if not 0 <= duration < math.inf:
             raise ValueError(f"a duration of {row['duration']!r} seconds")
-        if not 1 <= num_workers <= 1_000_000:
+        if num_workers < 1:
             raise ValueError(f"{num_workers} GPUs")
         chosen = profile(num_workers)
         tag = tags.setdefault(row["cluster"], row["cluster"])
@@ -234,8 +235,8 @@ def _muri_profile(name: str, seconds: float, resources: tuple[float, ...], expos
 
 def _count(text: str, column: str) -> int:
     value = float(text)
-    if not value.is_integer():
-        raise ValueError(f"{text!r} is no number of {column}")
+    if not value.is_integer() or value > _MOST.get(column, math.inf):
+        raise ValueError(f"{text[:40]!r} is no number of {column}")
     return int(value)
 
 
@@ -262,7 +263,7 @@ def _read(
             if len(cells) != len(header):
                 raise ValueError(f"{len(cells)} cells under {len(header)} columns")
             raw.append((line, parse(dict(zip(header, cells)), line)))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             why = str(error).splitlines()[0]
             if not skip_malformed:
                 raise TraceFileError(

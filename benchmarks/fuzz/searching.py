@@ -1,0 +1,149 @@
+"""Searches for defects of one parser, led by coverage where atheris is installed, by chance alone otherwise.
+
+A parser, a number of inputs and a number of seconds go in; a `Search` comes out: how many inputs were tried, and the
+defects that they showed, each once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from benchmarks.fuzz.harness import Defect, limit_memory, try_input
+from benchmarks.fuzz.mutating import changed
+from benchmarks.fuzz.parser import Parser
+
+CORPUS = pathlib.Path(__file__).resolve().parent / "corpus"
+_HEADROOM_BYTES = 3 << 30
+_STALE_SECONDS = 60  # libFuzzer's own limit, for what no signal of Python interrupts
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Says when a search ends: after `inputs`, or `seconds` of processor time, whichever comes first; `seed` decides
+    its chances."""
+
+    inputs: int
+    seconds: float
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Holds what a search found.
+
+    - `parser`: its name. `engine`: `"atheris"` or `"chance"`.
+    - `inputs`, `seconds`: tried, and the processor time that took.
+    - `defects`: each once.
+    """
+
+    parser: str
+    engine: str
+    inputs: int
+    seconds: float
+    defects: tuple[Defect, ...] = ()
+
+
+def has_atheris() -> bool:
+    """Tells whether atheris is installed."""
+    return importlib.util.find_spec("atheris") is not None
+
+
+def kept(parser: Parser) -> list[bytes]:
+    """Returns the inputs that once showed a defect of the `parser`."""
+    return [file.read_bytes() for file in sorted((CORPUS / parser.name.replace(" ", "_")).glob("*"))]
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder for inputs, in memory where the system has that."""
+    memory = pathlib.Path("/dev/shm")
+    return tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory if memory.is_dir() else None)
+
+
+def by_chance(parser: Parser, budget: Budget) -> Search:
+    """Tries what is kept, the seeds, and changes of all of them by chance; the same inputs for the same seed."""
+    draw = random.Random(f"{parser.name} {budget.seed}")
+    corpus = [*kept(parser), *(seed[: parser.max_bytes] for seed in parser.seeds())]
+    found: dict[str, Defect] = {}
+    began = time.process_time()
+    with scratch_folder() as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = pathlib.Path(made)
+        count = 0
+        for number in range(budget.inputs):
+            data = corpus[number] if number < len(corpus) else draw.choice(corpus)
+            if number >= len(corpus):
+                for _ in range(draw.choice((1, 1, 2, 3))):
+                    data = changed(data, (*parser.mutations, "bytes"), parser.max_bytes, draw)
+            defect = try_input(parser, data, folder, measured=True if number < len(corpus) else None)
+            if defect is not None:
+                found.setdefault(defect.key, defect)
+            count += 1
+            if time.process_time() - began > budget.seconds:
+                break
+    return Search(parser.name, "chance", count, time.process_time() - began, tuple(found.values()))
+
+
+def by_coverage(parser: Parser, budget: Budget, report: Callable[[Search], None]) -> NoReturn:
+    """Searches with atheris, in a process of its own that ends with it. `report` is called with the search so far, now
+    and then and at the end."""
+    import atheris
+
+    corpus = [*kept(parser), *(seed[: parser.max_bytes] for seed in parser.seeds())]
+    found: dict[str, Defect] = {}
+    draw = random.Random(f"{parser.name} {budget.seed}")
+    made = scratch_folder()
+    folder, inputs = pathlib.Path(made.name, "scratch"), pathlib.Path(made.name, "corpus")
+    folder.mkdir()
+    inputs.mkdir()
+    for number, data in enumerate(corpus):
+        (inputs / f"{number:04}").write_bytes(data)
+    state = {"count": 0}
+    warnings.simplefilter("ignore")
+    limit_memory(_HEADROOM_BYTES)
+    began = time.process_time()
+
+    def try_this(data: bytes) -> None:
+        state["count"] += 1
+        defect = try_input(parser, data, folder)
+        if defect is not None and defect.key not in found:
+            found[defect.key] = defect
+        count, seconds = state["count"], time.process_time() - began
+        is_over = count >= budget.inputs or seconds >= budget.seconds
+        if is_over or defect is not None or not count % 1000:
+            report(Search(parser.name, "atheris", count, seconds, tuple(found.values())))
+        if is_over:
+            made.cleanup()
+            sys.stdout.flush()
+            os._exit(0)
+
+    def change(data: bytes, max_size: int, seed: int) -> bytes:
+        if draw.random() < 0.4:
+            return atheris.Mutate(data, max_size)
+        return changed(data, parser.mutations, max_size, draw)
+
+    arguments = ["fuzz", str(inputs), f"-seed={budget.seed + 1}", f"-max_len={parser.max_bytes}", "-len_control=0",
+                 f"-timeout={_STALE_SECONDS}", "-rss_limit_mb=0", f"-artifact_prefix={made.name}/", "-print_final_stats=0",
+                 "-verbosity=0"]  # fmt: skip
+    atheris.Setup(arguments, try_this, custom_mutator=change)
+    atheris.Fuzz()
+    raise AssertionError("libFuzzer ends the process")
+
+
+def instrumented(load: Callable[[], Any], packages: Sequence[str]) -> Any:
+    """Calls `load`, which imports; of what it imports, `packages` are instrumented if atheris is there."""
+    if not has_atheris():
+        return load()
+    import atheris
+
+    with atheris.instrument_imports(include=list(packages)):
+        return load()
