@@ -52,7 +52,11 @@ class Parser:
 
 
 def _unpacked_size(data: bytes, limit: int) -> int:
+    size, reader = 0, zlib.decompressobj(31)
     try:
-        return len(zlib.decompressobj(31).decompress(data, limit))
-    except zlib.error:
-        return len(data)
+        while data and size < limit:
+            size += len(reader.decompress(data, 1 << 16))
+            data = reader.unconsumed_tail
+    except zlib.error:  # as far as it goes
+        pass
+    return size

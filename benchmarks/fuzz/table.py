@@ -213,7 +213,7 @@ PARSERS: dict[str, Parser] = {
                ("packed lines", "packed lines", "packed bytes"), 60, 4 << 20),
         Parser("contest", errors.SearchError, read_problem, lambda: seeds.with_packed(json.dumps(seeds.CONTEST).encode()),
                ("packed json", "packed json", "packed deep"), 60, 4 << 20),
-        Parser("manifest", errors.CheckpointError, _manifest, seeds.manifests, ("sealed", "sealed", "json", "deep"), 100,
+        Parser("manifest", errors.CheckpointError, _manifest, seeds.manifests, ("sealed", "sealed", "json"), 100,
                4 << 20, file_name="manifest.json"),
         Parser("checkpoint", errors.CheckpointError, _checkpoint,
                seeds.documents("checkpoint", "carrying_checkpoint", "real_checkpoint"), _JSON, 100),

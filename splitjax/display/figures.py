@@ -6,7 +6,10 @@ from __future__ import annotations
 
 def bytes_text(num_bytes: int) -> str:
     """Writes a number of bytes: `0 B`, `980 B`, `1.5 KiB`, `24.0 MiB`. `num_bytes` may be negative."""
-    size = float(num_bytes)
+    try:
+        size = float(num_bytes)
+    except OverflowError:  # a document can say anything, and is shown all the same
+        return f"2^{num_bytes.bit_length() - 1} B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
             break

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from splitjax.report.protobuf import (
     Message,
+    WireError,
     fields_of,
     message_at,
     messages_at,

@@ -72,7 +72,7 @@ def test_garbage_and_silence_at_the_coordinators_port_leave_the_run_alone():
                     stranger.sendall(said)
                 except OSError:
                     pass  # the service has hung up
-        clients = [_jax.get_distributed_runtime_client(coordinator.address, rank, init_timeout=30) for rank in (0, 1)]
+        clients = [_jax.get_distributed_runtime_client(coordinator.address, rank, init_timeout=30, recoverable=True) for rank in (0, 1)]
         joining = [threading.Thread(target=client.connect) for client in clients]
         for thread in joining:
             thread.start()
