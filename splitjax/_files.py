@@ -23,8 +23,8 @@ def unpacked_limit(packed_bytes: int) -> int:
 
 
 def unpack(data: bytes) -> bytes:
-    """Returns what gzip packed as `data`. Raises what `gzip` raises (`EOFError`, `OSError`, `zlib.error`), and `OSError`
-    for what unpacks to more than `unpacked_limit`, before it takes the memory."""
+    """Returns what gzip packed as `data`. Raises what `gzip` raises (`EOFError`, `OSError`, `zlib.error`), and
+    `OSError` for what unpacks to more than `unpacked_limit`, before it takes the memory."""
     limit = unpacked_limit(len(data))
     parts, left = [], limit
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:

@@ -1,7 +1,7 @@
 """Tries one input: whether its parser ends as it may, in time and within its memory.
 
-An input goes in; nothing comes out, or the `Defect` that it shows. Time is that of the processor, so that a busy machine
-is no defect; memory is the peak of what Python's allocators and numpy were asked for while the input was read.
+An input goes in; nothing comes out, or the `Defect` that it shows. Time is that of the processor, so that a busy
+machine is no defect; memory is the peak of what Python's allocators and numpy were asked for while the input was read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,13 @@ def try_input(parser: Parser, data: bytes, folder: pathlib.Path, *, measured: bo
         defect = Defect(parser.name, "time", f"more than {_ENDLESS_SECONDS} s", "", data)
     except Exception as error:
         frame = _innermost(error)
-        defect = Defect(parser.name, "error", f"{type(error).__name__}: {str(error)[:200]}", f"{type(error).__name__} at {frame}", data)  # fmt: skip
+        defect = Defect(
+            parser.name,
+            "error",
+            f"{type(error).__name__}: {str(error)[:200]}",
+            f"{type(error).__name__} at {frame}",
+            data,
+        )
     seconds = time.process_time() - began
     peak = 0
     if measured:

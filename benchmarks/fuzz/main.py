@@ -58,10 +58,19 @@ def main(argv: list[str] | None = None) -> int:
 def run(names: Sequence[str], budget: Budget, *, nice: int = 0) -> Iterator[Search]:
     """Yields the searches of the parsers `names`, one after the other, in a process of a lower priority by `nice`."""
     engine = "atheris" if has_atheris() else "chance"
-    command = [sys.executable, "-m", "benchmarks.fuzz.worker", str(budget.inputs), str(budget.seconds), str(budget.seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fuzz.worker",
+        str(budget.inputs),
+        str(budget.seconds),
+        str(budget.seed),
+    ]
     prefix = ["nice", "-n", str(nice)] if nice else []
-    with subprocess.Popen([*prefix, *command, engine, *names], cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
-        assert worker.stdout is not None  # fmt: skip
+    with subprocess.Popen(
+        [*prefix, *command, engine, *names], cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as worker:
+        assert worker.stdout is not None
         for line in worker.stdout:
             if line.startswith("{"):
                 yield search_of(line)

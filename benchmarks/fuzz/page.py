@@ -12,6 +12,13 @@ from benchmarks.fuzz.searching import Search, kept
 from benchmarks.machine import this_machine, version
 
 _FILE = RESULTS / "fuzz.json"
+_NOTES = (
+    "*Kept* are inputs that showed a defect once, mended since (`benchmarks/fuzz/corpus`); they are tried first.",
+    "*Memory* is the peak of what Python's and numpy's allocators are asked for while an input is read, beside the",
+    "length of the input times the factor; of a packed one what it unpacks to counts, bounded itself to 4 MiB and",
+    "200 times its size. It is measured for a fourth of the inputs, and all that are kept. A process has 3 GiB above",
+    "what it begins with.",
+)
 
 
 def record(searches: Sequence[Search], parsers: Mapping[str, Parser], command: str) -> None:
@@ -59,19 +66,22 @@ def _lines(known: Mapping[str, Any], parsers: Mapping[str, Parser]) -> list[str]
         *(f"- machine: {machine}" for machine in machines),
         *(f"- command: `{command}`" for command in commands),
         "",
-        f"**{total:,} inputs in {seconds:,.0f} core-seconds: {defects} defects.** A defect is an error other than the",
-        f"parser's own typed one, more than {SECONDS:g} s of processor time, or more memory than allowed, for one input.",
+        f"**{total:,} inputs in {seconds:,.0f} core-seconds: {defects} defects.** A defect is an error other than",
+        f"the typed one of its parser, more than {SECONDS:g} s of processor time, or more memory than allowed, for one",
+        "input.",
         "",
         *table(columns, rows),
         "",
-        "*Kept* are inputs that showed a defect once, mended since (`benchmarks/fuzz/corpus`); they are tried first. *Memory*",
-        "is the peak of what Python's and numpy's allocators are asked for while an input is read, beside the input's length times",
-        "the factor; of a packed input what it unpacks to counts, which is bounded itself: to 4 MiB and 200 times its size. It is",
-        "measured for a fourth of the inputs and all that are kept. A process has 3 GiB above what it begins with.",
+        *_NOTES,
         *(
             line
             for name, entry in known.items()
-            for line in ("", f"## Defects of {name}", "", *(f"- {text}".replace("\n", " ") for text in entry["defects"]))
+            for line in (
+                "",
+                f"## Defects of {name}",
+                "",
+                *(f"- {text}".replace("\n", " ") for text in entry["defects"]),
+            )
             if entry["defects"]
         ),
     ]

@@ -22,9 +22,9 @@ class Parser:
     - `error`: what it raises for what it cannot read; anything else is a defect.
     - `read`: (the path of a file with the input) -> nothing. What was read is also used: printed, written, read again.
     - `seeds`: returns valid inputs, from which the search begins.
-    - `mutations`: names of `mutating.STRATEGIES` that know the format.
-    - `multiple`, `floor_bytes`: an input of n bytes may take `floor_bytes + multiple * n` bytes at its peak; a packed one
-      by what it unpacks to, which `_files.unpacked_limit` bounds.
+    - `mutations`: names of `strategies.STRATEGIES` that know the format.
+    - `multiple`, `floor_bytes`: an input of n bytes may take `floor_bytes + multiple * n` bytes at its peak; a packed
+      one by what it unpacks to, which `_files.unpacked_limit` bounds.
     - `max_bytes`: the longest input that is tried.
     - `file_name`: of the file, where the name says what it is.
     """

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from benchmarks.fuzz.harness import Defect, limit_memory, try_input
-from benchmarks.fuzz.mutating import changed
 from benchmarks.fuzz.parser import Parser
+from benchmarks.fuzz.strategies import changed
 
 CORPUS = pathlib.Path(__file__).resolve().parent / "corpus"
 _HEADROOM_BYTES = 3 << 30
@@ -131,9 +131,18 @@ def by_coverage(parser: Parser, budget: Budget, report: Callable[[Search], None]
             return atheris.Mutate(data, max_size)
         return changed(data, parser.mutations, max_size, draw)
 
-    arguments = ["fuzz", str(inputs), f"-seed={budget.seed + 1}", f"-max_len={parser.max_bytes}", "-len_control=0",
-                 f"-timeout={_STALE_SECONDS}", "-rss_limit_mb=0", f"-artifact_prefix={made.name}/", "-print_final_stats=0",
-                 "-verbosity=0"]  # fmt: skip
+    arguments = [
+        "fuzz",
+        str(inputs),
+        f"-seed={budget.seed + 1}",
+        f"-max_len={parser.max_bytes}",
+        "-len_control=0",
+        f"-timeout={_STALE_SECONDS}",
+        "-rss_limit_mb=0",
+        f"-artifact_prefix={made.name}/",
+        "-print_final_stats=0",
+        "-verbosity=0",
+    ]
     atheris.Setup(arguments, try_this, custom_mutator=change)
     atheris.Fuzz()
     raise AssertionError("libFuzzer ends the process")

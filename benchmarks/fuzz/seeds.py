@@ -1,4 +1,4 @@
-"""Valid inputs of every format, from which the search begins: documents that the tests keep, and small files made here."""
+"""Valid inputs of every format, from which the search begins: documents of the tests, and small files made here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PHILLY = """timestamp,duration,num_gpus,gpu_time,cluster
 2017-10-09 06:13:33,100.0,4,400.0,b
 2017-10-09 06:13:03,2951.0,1,2951.0,a
 """
-MURI = """job_id,num_gpu,submit_time,iterations,model_name,duration,iteration_time,resource_time_0,resource_time_1,resource_time_2
-0,8,0,10956,gpt2,5095000,437,0.6,419,49
-1,8,1534000,1463,vgg16,281000,214,82,75,66
+MURI = """job_id,num_gpu,submit_time,iterations,model_name,iteration_time,resource_time_0,resource_time_1,\
+resource_time_2
+0,8,0,10956,gpt2,437,0.6,419,49
+1,8,1534000,1463,vgg16,214,82,75,66
 """
 JOBS = "name,arrival_seconds,num_workers,num_iterations,profile,tag\na,0,1,10,model,x\nb,5.5,4,20,even,y\n"
 GAVEL = {
@@ -149,7 +150,9 @@ def sums() -> list[bytes]:
 
 def criteo_lines() -> list[bytes]:
     """Returns lines of Criteo's data, plain and packed."""
-    line = "\t".join(["1", *("5" if i % 3 else "" for i in range(13)), *("68fd1e64" if i % 4 else "" for i in range(26))])
+    line = "\t".join(
+        ["1", *("5" if i % 3 else "" for i in range(13)), *("68fd1e64" if i % 4 else "" for i in range(26))]
+    )
     return with_packed(f"{line}\n{line.replace('1', '0', 1)}\n{line}".encode())
 
 
@@ -158,7 +161,12 @@ def criteo_arrays() -> list[bytes]:
     made = []
     for save in (np.savez, np.savez_compressed):
         out = io.BytesIO()
-        save(out, ids=np.ones((3, 26), np.int32), values=np.ones((3, 13), np.float32), clicked=np.array([0, 1, 0], np.int8))
+        save(
+            out,
+            ids=np.ones((3, 26), np.int32),
+            values=np.ones((3, 13), np.float32),
+            clicked=np.array([0, 1, 0], np.int8),
+        )
         made.append(out.getvalue())
     return made
 
@@ -174,15 +182,33 @@ def modules() -> list[bytes]:
     """Returns serialised HLO modules of a few instructions, with every field that is read in use."""
     shape = _message((2, 11), (3, b"\x04\x08"), (4, _message((2, 3))))
     groups = _message((1, b"\x00\x01"))
-    plain = _message((1, b"a.1"), (2, b"all-reduce"), (3, shape), (7, _message((2, b"jit(f)/dot"), (3, b"f.py"), (4, 3), (15, 1))),
-                     (35, 1), (36, 2), (38, b"\x01\x02"), (49, groups), (52, _message((1, 0), (2, 1))), (63, b"LT"))  # fmt: skip
+    plain = _message(
+        (1, b"a.1"),
+        (2, b"all-reduce"),
+        (3, shape),
+        (7, _message((2, b"jit(f)/dot"), (3, b"f.py"), (4, 3), (15, 1))),
+        (35, 1),
+        (36, 2),
+        (38, b"\x01\x02"),
+        (49, groups),
+        (52, _message((1, 0), (2, 1))),
+        (63, b"LT"),
+    )
     loop = _message((1, b"w"), (2, b"while"), (3, shape), (35, 2), (43, b'{"known_trip_count": {"n": "12"}}'))
     config = _message((1, b"v"), (2, b"while"), (35, 5), (99, _message((2, 0))))
     constant = _message((1, b"c"), (2, b"constant"), (8, _message((5, 7))), (35, 3), (13, 1), (9, 2))
-    iota = _message((1, b"g"), (2, b"all-gather"), (35, 4), (92, _message((1, 2), (2, 4), (3, b"\x02\x04"), (4, b"\x01\x00"))),
-                    (68, _message((1, _message((1, b"chain_id"), (2, b"x"))))))  # fmt: skip
-    mesh = _message((1, _message((1, _message((2, 2))), (2, b"\x00\x01"), (3, _message((1, 2), (2, 0))))), (2, _message((1, 0), (2, _message((1, 1), (2, 2))))))
-    by_mesh = _message((1, b"m"), (2, b"all-to-all"), (35, 6), (93, mesh))  # fmt: skip
+    iota = _message(
+        (1, b"g"),
+        (2, b"all-gather"),
+        (35, 4),
+        (92, _message((1, 2), (2, 4), (3, b"\x02\x04"), (4, b"\x01\x00"))),
+        (68, _message((1, _message((1, b"chain_id"), (2, b"x"))))),
+    )
+    mesh = _message(
+        (1, _message((1, _message((2, 2))), (2, b"\x00\x01"), (3, _message((1, 2), (2, 0))))),
+        (2, _message((1, 0), (2, _message((1, 1), (2, 2))))),
+    )
+    by_mesh = _message((1, b"m"), (2, b"all-to-all"), (35, 6), (93, mesh))
     computation = _message(*((2, part) for part in (plain, loop, config, constant, iota, by_mesh)), (5, 1), (6, 1))
     index = _message((1, b"f.py"), (2, b"f"), (3, _message((1, 1), (2, 1), (3, 9))), (4, _message((1, 1), (2, 0))))
     return [_message((3, computation), (6, 1), (17, index), (22, b'{"known_trip_count": {"n": "3"}}'))]

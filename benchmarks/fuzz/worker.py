@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -21,8 +22,18 @@ from benchmarks.fuzz.harness import Defect
 from benchmarks.fuzz.searching import Budget, Search, by_chance, by_coverage, instrumented
 
 # What reads the bytes of inputs in Python: the package, and of the standard library and numpy what it hands them to.
-_COUNTED = ("splitjax", "tomllib", "tarfile", "zipfile", "gzip", "csv", "json", "pickletools", "numpy.lib.format",
-            "numpy.lib._format_impl")  # fmt: skip
+_COUNTED = (
+    "splitjax",
+    "tomllib",
+    "tarfile",
+    "zipfile",
+    "gzip",
+    "csv",
+    "json",
+    "pickletools",
+    "numpy.lib.format",
+    "numpy.lib._format_impl",
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -39,7 +50,7 @@ def main(arguments: list[str]) -> None:
             if not child:
                 _in_child(log)
                 if engine == "atheris":
-                    by_coverage(parser, budget, lambda search: _write(result, search))
+                    by_coverage(parser, budget, functools.partial(_write, result))
                 _write(result, by_chance(parser, budget))
                 os._exit(0)
             _, status = os.waitpid(child, 0)

@@ -1,7 +1,7 @@
 """Reads TOML without trust in its size or depth.
 
-Text goes in, its tables come out. Python's `tomllib` follows nests as deep as they go, and takes memory by the square of
-the number of parts that a dotted key has: a few kilobytes would end the process.
+Text goes in, its tables come out. Python's `tomllib` follows nests as deep as they go, and takes memory by the square
+of the number of parts that a dotted key has: a few kilobytes would end the process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LONG_KEY = re.compile(rf"{_PART}(?:[ \t]*\.[ \t]*{_PART}){{{MAX_DEPTH}}}")
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the tables of a TOML `text`.
 
-    Raises `tomllib.TOMLDecodeError` for what is no TOML, for tables or arrays in each other, or a dotted key, deeper than
-    `MAX_DEPTH`, and for a whole number of more than 64 bits, which TOML does not have.
+    Raises `tomllib.TOMLDecodeError` for what is no TOML, for tables or arrays in each other, or a dotted key, deeper
+    than `MAX_DEPTH`, and for a whole number of more than 64 bits, which TOML does not have.
     """
     for line in text.splitlines():
         if line.count(".") >= MAX_DEPTH and _LONG_KEY.search(line):

@@ -132,8 +132,8 @@ class _Reader:
     """Evaluates the opcodes of a pickle that an array, numbers, texts, lists, tuples and dicts are written with; any
     other is an error.
 
-    Python's own reader would also hash whatever stands as a key, and so follow tuples that hold each other twice through
-    all of their 2**n ways, and would call what it is given: a hundred bytes could keep it for years.
+    Python's own reader would also hash whatever stands as a key, and so follow tuples that hold each other twice
+    through all of their 2**n ways, and would call what it is given: a hundred bytes could keep it for years.
     """
 
     def __init__(self, stream: io.BytesIO, place: str):

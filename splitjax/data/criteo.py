@@ -138,7 +138,9 @@ def _read_archive(file: pathlib.Path) -> Batch:
             read = {name: _array(archive.read(members[name])) for name in ARRAYS}
     except DataError:
         raise
-    except Exception as error:  # damaged bytes can mean anything to zipfile, and to Python, which reads an array's header
+    except (
+        Exception
+    ) as error:  # damaged bytes can mean anything to zipfile, and to Python, which reads an array's header
         raise DataError(f"a damaged archive of arrays: {error}", place=str(file), remedy=_REMEDY) from error
     num = len(read["clicked"]) if read["clicked"].ndim else 0
     for name, (kinds, width) in ARRAYS.items():

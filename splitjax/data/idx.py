@@ -240,9 +240,14 @@ def _read_header(contents: Readable, file: pathlib.Path) -> tuple[np.dtype, tupl
             remedy=_DAMAGED,
         )
     shape = struct.unpack(f">{num_dims}I", dims)
-    if math.prod(size for size in shape if size) >= 1 << 59:  # numpy has no such array, even where a dim of 0 empties it
+    if (
+        math.prod(size for size in shape if size) >= 1 << 59
+    ):  # numpy has no such array, even where a dim of 0 empties it
         raise DataError(
-            "the dims of the IDX file are those of no array", value=shape, place=f"{file}, byte offset 4", remedy=_DAMAGED
+            "the dims of the IDX file are those of no array",
+            value=shape,
+            place=f"{file}, byte offset 4",
+            remedy=_DAMAGED,
         )
     return np.dtype(TYPES[magic[2]]), shape, 4 + len(dims)
 

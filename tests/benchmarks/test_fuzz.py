@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.fuzz.harness import try_input
 from benchmarks.fuzz.main import run
-from benchmarks.fuzz.mutating import STRATEGIES, changed
 from benchmarks.fuzz.parser import Parser
 from benchmarks.fuzz.searching import CORPUS, Budget, by_chance, kept
+from benchmarks.fuzz.strategies import STRATEGIES, changed
 from benchmarks.fuzz.table import PARSERS
 from splitjax.errors import DataError
 
@@ -23,7 +23,9 @@ NUM_INPUTS = 1000
 def test_no_input_of_a_thousand_is_a_defect(name):
     search = by_chance(PARSERS[name], Budget(NUM_INPUTS, 60.0))
     assert search.inputs == NUM_INPUTS
-    assert not search.defects, "\n".join(f"{defect.key} {defect.what} {defect.data[:200]!r}" for defect in search.defects)
+    assert not search.defects, "\n".join(
+        f"{defect.key} {defect.what} {defect.data[:200]!r}" for defect in search.defects
+    )
 
 
 def test_every_kept_input_belongs_to_a_parser_and_every_seed_is_valid(tmp_path):
@@ -64,7 +66,8 @@ def unprintable(path):
 
 
 @pytest.mark.parametrize(
-    ("read", "kind"), [(untyped, "error"), (slow, "time"), (lambda path: bytes(4 << 20), "memory"), (unprintable, "error")]
+    ("read", "kind"),
+    [(untyped, "error"), (slow, "time"), (lambda path: bytes(4 << 20), "memory"), (unprintable, "error")],
 )
 def test_defects_are_noticed(read, kind, tmp_path):
     parser = toy(read)

@@ -32,5 +32,5 @@ def test_what_is_deep_or_long_is_an_error_at_once(text, why):
 
 
 def test_other_text_is_read_as_python_reads_it():
-    text = 'a.b.c = [[1, 2], {d = "x.y.z"}]\ndescription = "' + "a.b " * 100 + '"\n[[rule]]\nregex = \'^a\\.b\\.c\'\n'
+    text = 'a.b.c = [[1, 2], {d = "x.y.z"}]\ndescription = "' + "a.b " * 100 + "\"\n[[rule]]\nregex = '^a\\.b\\.c'\n"
     assert parse_toml(text) == tomllib.loads(text)

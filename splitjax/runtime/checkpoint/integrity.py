@@ -146,14 +146,21 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     if not is_canonical:
         return None, f"{MANIFEST}: its bytes changed since they were written"
     if manifest.get("format") != _FORMAT:
-        return None, f"{MANIFEST}: format {str(manifest.get('format'))[:40]}, known is {_FORMAT}; a newer version wrote it"
+        return (
+            None,
+            f"{MANIFEST}: format {str(manifest.get('format'))[:40]}, known is {_FORMAT}; a newer version wrote it",
+        )
     files = manifest.get("files")
     if not isinstance(manifest.get("about"), dict) or not isinstance(files, dict):
         return None, f"{MANIFEST}: it lists no files"
     for name, entry in files.items():
         if not _is_inside(name):
             return None, f"{MANIFEST}: lists {name[:200]!r}, which is no file of the folder"
-        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+        if (
+            not isinstance(entry, dict)
+            or type(entry.get("bytes")) is not int
+            or not isinstance(entry.get("sha256"), str)
+        ):
             return None, f"{MANIFEST}: says no size and digest of {name[:200]!r}"
     return manifest, None
 

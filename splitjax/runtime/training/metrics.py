@@ -150,8 +150,8 @@ class WeightsAndBiases:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the rows of the file `path` that `JsonLines` wrote. Raises `DataError`, which names the line, for one that
-    is damaged, and for a file that cannot be read."""
+    """Returns the rows of the file `path` that `JsonLines` wrote. Raises `DataError`, which names the line, for one
+    that is damaged, and for a file that cannot be read."""
     rows: list[dict[str, Any]] = []
     remedy = "leave the damaged line out, or resume the run: it keeps the other lines"
     try:
