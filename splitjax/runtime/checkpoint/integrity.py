@@ -19,6 +19,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_MAX_DEPTH = 16
 _NUM_READERS = 8  # of `find_damage`: hashing leaves the interpreter free, and network file systems like several readers
 
 
@@ -135,6 +136,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         manifest = json.loads(text)
         is_canonical = (
             isinstance(manifest, dict)
+            and _is_shallow(manifest)
             and _canonical({name: value for name, value in manifest.items() if name != "sha256"}) == text
         )
     except FileNotFoundError:
@@ -163,6 +165,18 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         ):
             return None, f"{MANIFEST}: says no size and digest of {name[:200]!r}"
     return manifest, None
+
+
+def _is_shallow(value: Any) -> bool:
+    """Tells whether JSON values are nested no deeper than a manifest can be: to write a deep nest anew takes time by its
+    depth and its length."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return True
+    return False
 
 
 def _is_inside(name: str) -> bool:
