@@ -168,8 +168,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Tells whether JSON values are nested no deeper than a manifest can be: to write a deep nest anew takes time by its
-    depth and its length."""
+    """Tells whether JSON values are nested no deeper than a manifest can be: to write a deep nest anew takes time by
+    its depth and its length."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
