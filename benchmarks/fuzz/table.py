@@ -327,7 +327,7 @@ PARSERS: dict[str, Parser] = {
             60,
             12 << 20,
         ),
-        Parser("criteo arrays", errors.DataError, load_criteo, seeds.criteo_arrays, ("arrays",), 60, 4 << 20),
+        Parser("criteo arrays", errors.DataError, load_criteo, seeds.criteo_arrays, ("arrays",), 60, 5 << 20),
         Parser(
             "text",
             errors.DataError,

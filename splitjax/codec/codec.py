@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from splitjax._files import write_atomically
 from splitjax.codec.hints import fields_by_name, reader_of
+from splitjax.codec.nesting import MAX_DEPTH, is_shallow
 from splitjax.codec.wording import Wording, similar
 from splitjax.errors import SplitjaxError
 
@@ -92,7 +93,10 @@ class Codec(Generic[T]):
         if not isinstance(text, str):
             self.fail(f"{self.wording.what}'s JSON is a string", text, origin, self.wording.source)
         try:
-            return json.loads(text, object_pairs_hook=self._unique)
+            values = json.loads(text, object_pairs_hook=self._unique)
+            if not is_shallow(values):
+                raise RecursionError(f"more than {MAX_DEPTH} lists and objects in each other")
+            return values
         except self.error as error:
             raise self._behind(origin, error) from error.__cause__
         except (ValueError, RecursionError) as error:

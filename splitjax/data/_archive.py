@@ -23,6 +23,16 @@ from splitjax.errors import DataError
 SUMS: str = "SHA256SUMS"
 CHUNK_BYTES: int = 1 << 20
 _MAX_MEMBERS = 1000
+# Of what stands before a member (long names, extended attributes), each time and in all: tarfile looks through it in
+# time that grows with the square of its length.
+_MAX_EXTENDED_BYTES, _MAX_ALL_EXTENDED_BYTES = 8 << 10, 128 << 10
+_EXTENDED = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 _MAX_EMPTY = 8  # reads behind the end of an archive
 _REMEDY = "do not use this archive: fetch the official one again, and check its checksum"
 
@@ -61,7 +71,7 @@ def read_members(archive: pathlib.Path, wanted: Collection[str], *, max_bytes: i
             with gzip.GzipFile(fileobj=file) if zipped else file as contents:
                 bounded = _Bounded(contents, max_bytes, archive)
                 stream: Any = bounded  # of a stream that it reads tarfile asks for `read` alone; its stubs ask for more
-                with tarfile.open(fileobj=stream, mode="r|") as tar:
+                with tarfile.open(fileobj=stream, mode="r|", tarinfo=_headers(str(archive))) as tar:
                     for count, member in enumerate(tar):
                         place = f"{archive}, member {member.name!r}"
                         _check_member(member, count, place)
@@ -107,6 +117,29 @@ class _Bounded:
                 f"the archive unpacks to more than {self._max} bytes", place=str(self._archive), remedy=_REMEDY
             )
         return data
+
+
+def _headers(place: str) -> type[tarfile.TarInfo]:
+    """Returns the type of the headers of one archive, which refuses extended ones that are long; `place`: its path."""
+    total = 0
+
+    class Header(tarfile.TarInfo):
+        @classmethod
+        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+            nonlocal total
+            header = super().frombuf(buf, encoding, errors)
+            if header.type in _EXTENDED:
+                total += header.size
+                if header.size > _MAX_EXTENDED_BYTES or total > _MAX_ALL_EXTENDED_BYTES:
+                    raise DataError(
+                        "the archive says more about its members than members need",
+                        value=f"{header.size} bytes",
+                        place=place,
+                        remedy=_REMEDY,
+                    )
+            return header
+
+    return Header
 
 
 def _check_member(member: tarfile.TarInfo, count: int, place: str) -> None:

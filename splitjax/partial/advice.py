@@ -199,7 +199,18 @@ class Advice:
         return registry.html(self)
 
 
-_JSON = Codec(Advice, PartialError, Wording.of_result("an advice", "advice"), format=FORMAT)
+def _check(advice: Advice) -> None:
+    """Raises `PartialError` for an advice without rows: others are compared with the first."""
+    if not advice.rows:
+        raise PartialError(
+            "an advice has at least the row of full backpropagation",
+            value=[],
+            place="rows",
+            remedy="use a file that Advice.to_json wrote",
+        )
+
+
+_JSON = Codec(Advice, PartialError, Wording.of_result("an advice", "advice"), format=FORMAT, check=_check)
 
 
 def compute_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitjax.codec import Codec, Wording, without_nones
+from splitjax.codec.nesting import MAX_DEPTH, is_shallow
 from splitjax.errors import CheckpointError, Refusal
 from splitjax.runtime.checkpoint.folder import OWN
 from splitjax.runtime.checkpoint.state_match import LEAF_FORM, StateLeaf
@@ -83,6 +84,13 @@ def read_own(folder: Path) -> tuple[Any, ...]:
 def check_json(value: Any, place: str) -> None:
     """Raises `CheckpointError`, which names the `place`, for a `value` that would not come back equal from JSON: what
     is no dict by strings, list, string, number, boolean or None, tuples among it."""
+    deepest = MAX_DEPTH - 2  # it stands in a larger document
+    if not is_shallow(value, deepest):
+        raise CheckpointError(
+            f"more than {deepest} dicts and lists in each other",
+            place=place,
+            remedy="put what is nested as deeply into a file of its own",
+        )
     refusal = not_json(value, place)
     if refusal is not None:
         raise refusal.error()

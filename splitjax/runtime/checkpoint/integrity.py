@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from splitjax.codec.nesting import is_shallow
+
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _MAX_DEPTH = 16
@@ -136,7 +138,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         manifest = json.loads(text)
         is_canonical = (
             isinstance(manifest, dict)
-            and _is_shallow(manifest)
+            and is_shallow(manifest, _MAX_DEPTH)
             and _canonical({name: value for name, value in manifest.items() if name != "sha256"}) == text
         )
     except FileNotFoundError:
@@ -165,18 +167,6 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         ):
             return None, f"{MANIFEST}: says no size and digest of {name[:200]!r}"
     return manifest, None
-
-
-def _is_shallow(value: Any) -> bool:
-    """Tells whether JSON values are nested no deeper than a manifest can be: to write a deep nest anew takes time by
-    its depth and its length."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [item for item in inner if isinstance(item, (dict, list))]
-        if not level:
-            return True
-    return False
 
 
 def _is_inside(name: str) -> bool:

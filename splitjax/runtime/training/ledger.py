@@ -145,7 +145,7 @@ def summarise(attempts: Sequence[RecordedAttempt]) -> Summary:
             (later.first_step for later in attempts[number + 1 :] if later.last_step >= later.first_step), default=None
         )
         lost = 0 if resumed is None else min(done, max(0, attempt.last_step - resumed + 1))
-        vain = in_steps * lost / done if done else 0.0
+        vain = in_steps * (lost / done) if done else 0.0  # a share first: a product of long numbers is no float
         repeated_steps += lost
         parts["repeated"] += vain
         parts["step"] += in_steps - vain if done else 0.0
