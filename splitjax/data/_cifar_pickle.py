@@ -145,6 +145,7 @@ class _Reader:
     def load(self) -> Any:
         """Returns the value of the pickle. Raises `DataError` for a name that is not allowed, and any other exception
         for what is damaged."""
+        argument: Any  # of a kind that hangs on the opcode
         for count, (opcode, argument, _) in enumerate(pickletools.genops(self._stream)):
             name = opcode.name
             if name in _PUTS:

@@ -21,7 +21,7 @@ from splitjax.schedule.model.text_files import read_text
 
 PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus", "cluster")
 MURI_COLUMNS = ("job_id", "num_gpu", "submit_time", "iterations", "model_name", "iteration_time")
-_MOST = dict.fromkeys(("num_workers", "num_gpus", "num_gpu"), 1_000_000)
+_MOST: dict[str, int] = {column: 1_000_000 for column in ("num_workers", "num_gpus", "num_gpu")}
 JOB_COLUMNS = ("name", "arrival_seconds", "num_workers", "num_iterations", "profile")
 
 
