@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping
 
 import numpy as np
 
 from splitjax.errors import SearchError
+from splitjax.search import toulbar
 from splitjax.search.climb import Climb
 from splitjax.search.conflict import Conflict, explain_conflict
-from splitjax.search.exact import num_columns, solve_by_milp
+from splitjax.search.effort import Clock, Effort, Progress, Watch
+from splitjax.search.exact import Exact, num_columns, solve_by_milp
 from splitjax.search.network import CostNetwork, Ints
 from splitjax.search.pricing import PriceSearch
 from splitjax.search.reducing import ReducedNetwork, reduce_network
 
-SOLVERS = ("auto", "messages", "milp")
+SOLVERS = ("auto", "messages", "milp", "toulbar2")
 # Programs of at most so many numbers are solved exactly without being asked.
 MAX_EXACT_COLUMNS = 3_000
 MAX_EXACT_NODES = 2_000
 ALL_NODES = 2**31 - 1
-DEFAULT_WORK = 2_000_000_000
 # Of work and time, what prices may take before local search has the rest.
 PRICING_SHARE = 0.4
 FIRST_START = 16
@@ -69,37 +69,13 @@ class Solution:
         return max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300)) if self.cost > self.bound else 0.0
 
 
-class _Clock:
-    """Says when to stop: by work, which is the same on every machine, or by the clock."""
-
-    def __init__(self, max_work: int, seconds: float | None):
-        self.work, self.max_work, self.seconds = 0, max_work, seconds
-        self.begin = time.monotonic()
-        self.struck = False
-
-    def spend(self, work: int, share: float = 1.0) -> bool:
-        """Adds work that was done; tells whether less than `share` of the work and of the time is used up. Where the
-        time is, even a share of it, what comes out hangs on the clock from then on, and `struck` says so."""
-        self.work += work
-        if self.seconds is not None and time.monotonic() - self.begin > share * self.seconds:
-            self.struck = True
-            return False
-        return self.work < share * self.max_work
-
-    @property
-    def left_seconds(self) -> float:
-        """What the clock leaves; infinity without."""
-        return math.inf if self.seconds is None else max(0.0, self.begin + self.seconds - time.monotonic())
-
-
 def solve(
     network: CostNetwork,
     *,
     pins: Mapping[int, int] | None = None,
     solver: str = "auto",
-    max_work: int = DEFAULT_WORK,
-    seconds: float | None = None,
-    seed: int = 0,
+    effort: Effort | None = None,
+    watch: Watch | None = None,
 ) -> Solution:
     """Finds a cheap assignment that fits, and a lower bound of the cost of all that do.
 
@@ -107,67 +83,104 @@ def solve(
 
     - `network`: the problem. `pins`: variable -> value that is already decided; bound and gap are those of the problem
       so narrowed.
-    - `solver`: `"messages"`, the package's own; `"milp"`, HiGHS;
-      `"auto"`: an exact one where the problem is small after reduction, else the package's own.
-    - `max_work`: table entries to look at, about 2 * 10**8 a second on one core. `seconds`: a guard; None: none. What
-      is decided within `max_work` is the same in every run.
-    - `seed`: of the draws of the local search.
+    - `solver`: `"messages"`, the package's own; `"milp"`, HiGHS; `"toulbar2"`, which the extra `planner` installs;
+      `"auto"`: an exact one where the problem is small after reduction, toulbar2 before HiGHS, else the package's own.
+    - `effort`: how much it may spend; None: `Effort()`.
+    - `watch`: is told every better assignment as it is found.
 
-    Raises `SearchError` for an unknown solver, one that is not installed, and pins or limits that cannot be.
+    Raises `SearchError` for an unknown solver, one that is not installed, and pins that cannot be.
     """
     if solver not in SOLVERS:
         raise SearchError("there is no such solver", value=solver, place="solver", remedy=f"name one of {SOLVERS}")
-    if max_work <= 0 or (seconds is not None and not seconds > 0):
-        raise SearchError("a search needs some work and time", value=(max_work, seconds), place="max_work, seconds")
-    clock = _Clock(max_work, seconds)
+    if solver == "toulbar2":
+        toulbar.load()
+    effort = effort or Effort()
+    clock = Clock(effort)
     reduced = reduce_network(network, pins)
     if reduced.impossible or (reduced.timeline.limits < 0).any():
         return _nothing_fits(network, pins, clock, math.inf)
     if not reduced.costs:
         return _solution(network, reduced, np.zeros(0, dtype=np.int64), reduced.constant, "reduction", clock)
     bound = -math.inf
-    if solver == "milp" or (solver == "auto" and num_columns(reduced) <= MAX_EXACT_COLUMNS):
-        exact = solve_by_milp(reduced, MAX_EXACT_NODES if solver == "auto" else ALL_NODES, clock.left_seconds)
-        clock.spend(exact.work * num_columns(reduced))
+    if solver in ("milp", "toulbar2") or (solver == "auto" and num_columns(reduced) <= MAX_EXACT_COLUMNS):
+        if solver == "auto":
+            name, nodes = ("toulbar2" if toulbar.is_installed() else "milp"), MAX_EXACT_NODES
+        else:
+            name, nodes = solver, ALL_NODES
+        exact = _solve_exactly(name, reduced, nodes, clock)
         bound = exact.bound
         if bound == math.inf:
             return _nothing_fits(network, pins, clock, math.inf)
         if exact.values is not None and network.fits(reduced.lift(exact.values)):
-            if exact.finished or solver == "milp":
-                return _solution(network, reduced, exact.values, bound, "milp", clock)
-    return _search(network, reduced, pins, clock, seed, bound)
+            if exact.finished or solver != "auto":
+                return _solution(network, reduced, exact.values, bound, name, clock)
+    return _Search(network, reduced, clock, effort, watch).run(pins, bound)
 
 
-def _search(
-    network: CostNetwork,
-    reduced: ReducedNetwork,
-    pins: Mapping[int, int] | None,
-    clock: _Clock,
-    seed: int,
-    bound: float,
-) -> Solution:
-    """Solves a reduced problem by prices and local search; `bound`: what is proven already."""
-    prices = PriceSearch(reduced)
-    pass_work = 4 * prices.num_entries + 2_000 * len(reduced.costs) + 10 * reduced.timeline.limits.size
-    climb = Climb(network, reduced, np.random.default_rng(seed))
-    next_start, going = FIRST_START, True
-    while going and not prices.settled:
-        known = climb.best_cost if climb.best is not None else _guess(prices.bound)
-        prices.step(known)
-        bound = max(bound, prices.bound)
-        going = clock.spend(pass_work, PRICING_SHARE)
-        if prices.num_passes >= next_start:
-            next_start = next_start * 3 // 2
-            going = clock.spend(climb.start(prices.candidates()[:2]), PRICING_SHARE) and not _closed(climb, bound)
-    if clock.spend(0) and not _closed(climb, bound):
-        clock.spend(climb.start(prices.candidates()))
-    while climb.best is not None and not climb.exhausted and not _closed(climb, bound):
-        if not clock.spend(climb.improve(prices.best_prices)):
-            break
-    climb.finish()
-    if climb.best is None:
-        return _nothing_fits(network, pins, clock, bound)
-    return _solution(network, reduced, climb.best, bound, "messages", clock)
+def _solve_exactly(solver: str, reduced: ReducedNetwork, max_nodes: int, clock: Clock) -> Exact:
+    """Solves a reduced problem by an exact solver, "milp" or "toulbar2", within `max_nodes` nodes of its tree."""
+    if solver == "toulbar2":
+        exact = toulbar.solve_by_toulbar2(reduced, max_nodes, clock.left_seconds)
+    else:
+        exact = solve_by_milp(reduced, max_nodes, clock.left_seconds)
+    clock.spend(exact.work * num_columns(reduced))
+    return exact
+
+
+class _Search:
+    """Solves a reduced problem by prices and local search."""
+
+    def __init__(
+        self, network: CostNetwork, reduced: ReducedNetwork, clock: Clock, effort: Effort, watch: Watch | None
+    ):
+        self._network, self._reduced, self._clock, self._watch = network, reduced, clock, watch
+        self._prices = PriceSearch(reduced)
+        self._climb = Climb(network, reduced, np.random.default_rng(effort.seed))
+        self._told = math.inf
+        self._bound = -math.inf
+
+    def run(self, pins: Mapping[int, int] | None, bound: float) -> Solution:
+        """Searches until the work or the time is spent; `bound`: what is proven already."""
+        network, reduced, clock, prices, climb = self._network, self._reduced, self._clock, self._prices, self._climb
+        self._bound = bound
+        self._price()
+        if clock.spend(0) and not self._closed:
+            clock.spend(climb.start(prices.candidates()))
+        while climb.best is not None and not climb.exhausted and not self._closed:
+            if not clock.spend(climb.improve(prices.best_prices)):
+                break
+            self._tell()
+        climb.finish()
+        if climb.best is None:
+            return _nothing_fits(network, pins, clock, self._bound)
+        return _solution(network, reduced, climb.best, self._bound, "messages", clock)
+
+    def _price(self) -> None:
+        """Finds prices for memory, and begins to climb from what they suggest."""
+        clock, prices, climb, reduced = self._clock, self._prices, self._climb, self._reduced
+        pass_work = 4 * prices.num_entries + 2_000 * len(reduced.costs) + 10 * reduced.timeline.limits.size
+        next_start, going = FIRST_START, True
+        while going and not prices.settled:
+            known = climb.best_cost if climb.best is not None else _guess(prices.bound)
+            prices.step(known)
+            self._bound = max(self._bound, prices.bound)
+            going = clock.spend(pass_work, PRICING_SHARE)
+            if prices.num_passes >= next_start:
+                next_start = next_start * 3 // 2
+                going = clock.spend(climb.start(prices.candidates()[:2]), PRICING_SHARE) and not self._closed
+                self._tell()
+
+    @property
+    def _closed(self) -> bool:
+        return self._climb.best_cost <= self._bound + PRECISION * abs(self._bound)
+
+    def _tell(self) -> None:
+        """Tells who watches about a better assignment."""
+        climb, reduced = self._climb, self._reduced
+        if self._watch is None or climb.best is None or not climb.best_cost < self._told:
+            return
+        self._told, best = climb.best_cost, climb.best.copy()
+        self._watch(Progress(climb.best_cost, self._bound, lambda: reduced.lift(best)))
 
 
 def _guess(bound: float) -> float:
@@ -175,12 +188,8 @@ def _guess(bound: float) -> float:
     return bound + max(0.3 * abs(bound), 1.0) if math.isfinite(bound) else 1.0
 
 
-def _closed(climb: Climb, bound: float) -> bool:
-    return climb.best_cost <= bound + PRECISION * abs(bound)
-
-
 def _solution(
-    network: CostNetwork, reduced: ReducedNetwork, values: Ints, bound: float, solver: str, clock: _Clock
+    network: CostNetwork, reduced: ReducedNetwork, values: Ints, bound: float, solver: str, clock: Clock
 ) -> Solution:
     """Returns the solution that an assignment of the reduced problem is, with its bound made safe."""
     lifted = reduced.lift(values)
@@ -193,7 +202,7 @@ def _solution(
     return Solution(lifted, cost, bound, True, network.peaks_bytes(lifted), solver, clock.work, clock.struck)
 
 
-def _nothing_fits(network: CostNetwork, pins: Mapping[int, int] | None, clock: _Clock, bound: float) -> Solution:
+def _nothing_fits(network: CostNetwork, pins: Mapping[int, int] | None, clock: Clock, bound: float) -> Solution:
     """Returns the solution where nothing fits, or nothing was found that does: why, and what came nearest."""
     conflict, values = explain_conflict(network, pins)
     if values is None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from splitjax.errors import SearchError
+from splitjax.search.effort import Effort
 from splitjax.search.network import CostNetwork, Memory, MemoryUse, Pair
 from splitjax.search.solving import solve
 from tests.search.networks import best_by_trying, drawn_network
@@ -32,7 +33,7 @@ def test_exhaustive_search_agrees_and_the_gap_is_none(seed):
 def test_bounds_of_prices_hold_and_local_search_is_close(seed):
     network = drawn_network(seed, hard=seed % 2 == 0, limit_share=0.4)
     best = best_by_trying(network)
-    solution = solve(network, solver="messages", max_work=20_000_000)
+    solution = solve(network, solver="messages", effort=Effort(20_000_000))
     if math.isinf(best):
         assert not solution.feasible
         return
@@ -80,7 +81,7 @@ def test_pins_are_kept_and_solved_again(seed):
 
 def test_the_same_work_gives_the_same_answer():
     network = drawn_network(3, 8, limit_share=0.3)
-    first, second = (solve(network, solver="messages", max_work=3_000_000) for _ in range(2))
+    first, second = (solve(network, solver="messages", effort=Effort(3_000_000)) for _ in range(2))
     assert first.values.tolist() == second.values.tolist()
     assert (first.cost, first.bound, first.work) == (second.cost, second.bound, second.work)
     assert not first.clock_struck
@@ -97,11 +98,11 @@ def test_a_search_that_runs_out_of_time_says_so_and_has_an_answer():
     )
     uses = tuple(MemoryUse(v, v, v + 20, generator.integers(1, 100, 6).astype(float)) for v in range(count))
     network = CostNetwork(costs, pairs, (Memory("HBM", 900.0, uses),))
-    solution = solve(network, seconds=0.3, max_work=10**12)
+    solution = solve(network, effort=Effort(10**12, seconds=0.3))
     assert solution.clock_struck
     assert solution.feasible and network.fits(solution.values)
     assert 0 < solution.bound <= solution.cost < math.inf
-    longer = solve(network, max_work=400_000_000)
+    longer = solve(network, effort=Effort(400_000_000))
     assert not longer.clock_struck
     assert longer.cost <= solution.cost
     assert longer.gap < 0.25
@@ -111,8 +112,6 @@ def test_a_search_that_runs_out_of_time_says_so_and_has_an_answer():
     "options, words",
     [
         ({"solver": "oracle"}, "no such solver"),
-        ({"max_work": 0}, "some work"),
-        ({"seconds": 0.0}, "some work and time"),
         ({"pins": {99: 0}}, "pin"),
         ({"pins": {0: 99}}, "pin"),
     ],
