@@ -14,6 +14,8 @@ from splitjax.search.reducing import ReducedNetwork
 
 # How often a tree's memory is priced anew before the tree is left as it is.
 MAX_PRICINGS = 5
+# While it is repaired, one more of so many variables moves in the same round.
+VARIABLES_A_MOVE = 400
 
 
 class Descent:
@@ -99,9 +101,11 @@ class Descent:
                 moved = True
         return moved
 
-    def repair(self, max_moves: int = 2000) -> bool:
-        """Moves single variables until everything fits, the least cost a byte first; tells whether it does."""
-        for _ in range(max_moves):
+    def repair(self, max_rounds: int = 2000) -> bool:
+        """Moves single variables until everything fits, the least cost a byte first; tells whether it does. Of many
+        variables several move in a round, before what memory they save is looked at anew."""
+        at_once = 1 + len(self.tables) // VARIABLES_A_MOVE
+        for _ in range(max_rounds):
             over = np.maximum(0.0, -self.free)
             if not over.any():
                 return True
@@ -116,11 +120,21 @@ class Descent:
             # What saves more than is over is worth what is over.
             worth = np.minimum(saved, float((over * over).sum() / over.max()))
             rates = np.where(useful, np.where(dearer > 0, dearer / np.where(useful, worth, 1.0), dearer), np.inf)
-            position = int(rates.argmin())
-            if not np.isfinite(rates[position]):
+            if at_once == 1:
+                best = np.array([rates.argmin()])
+            else:
+                best = np.argpartition(rates, min(at_once, rates.size - 1))[:at_once]
+                best = best[np.argsort(rates[best], kind="stable")]
+            moved: set[int] = set()
+            for position in best[np.isfinite(rates[best])].tolist():
+                variable = int(self.owner[position])
+                if variable not in moved:
+                    self.move(variable, position - self.starts[variable])
+                    moved.add(variable)
+                if len(moved) > 1 and bool((self.free >= 0).all()):
+                    break
+            if not moved:
                 return False
-            variable = int(self.owner[position])
-            self.move(variable, position - self.starts[variable])
         return False
 
     def region(self, generator: np.random.Generator, size: int) -> tuple[list[int], list[int]]:

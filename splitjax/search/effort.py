@@ -14,6 +14,8 @@ from splitjax.errors import SearchError
 from splitjax.search.network import Ints
 
 DEFAULT_WORK = 2_000_000_000
+# Of work and time, what prices may take before local search has the rest.
+PRICING_SHARE = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Effort:
       in every run.
     - `seconds`: a guard; None: none. `now`: the clock that it is read from, such as `time.process_time`.
     - `seed`: of the draws of the local search.
+    - `pricing_share`: of work and time, what prices, and with them the bound, may take before local search has the
+      rest.
 
     Raises `SearchError` for limits that leave no work or no time.
     """
@@ -34,6 +38,7 @@ class Effort:
     seconds: float | None = None
     seed: int = 0
     now: Callable[[], float] = time.monotonic
+    pricing_share: float = PRICING_SHARE
 
     def __post_init__(self) -> None:
         if self.max_work <= 0 or (self.seconds is not None and not self.seconds > 0):

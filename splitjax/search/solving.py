@@ -27,8 +27,6 @@ SOLVERS = ("auto", "messages", "milp", "toulbar2")
 MAX_EXACT_COLUMNS = 3_000
 MAX_EXACT_NODES = 2_000
 ALL_NODES = 2**31 - 1
-# Of work and time, what prices may take before local search has the rest.
-PRICING_SHARE = 0.4
 FIRST_START = 16
 # A gap below this is rounding of float64 sums, and counts as none.
 PRECISION = 1e-9
@@ -136,7 +134,7 @@ class _Search:
         self._network, self._reduced, self._clock, self._watch = network, reduced, clock, watch
         self._prices = PriceSearch(reduced)
         self._climb = Climb(network, reduced, np.random.default_rng(effort.seed))
-        self._told = math.inf
+        self._told, self._share = math.inf, effort.pricing_share
         self._bound = -math.inf
 
     def run(self, pins: Mapping[int, int] | None, bound: float) -> Solution:
@@ -164,10 +162,10 @@ class _Search:
             known = climb.best_cost if climb.best is not None else _guess(prices.bound)
             prices.step(known)
             self._bound = max(self._bound, prices.bound)
-            going = clock.spend(pass_work, PRICING_SHARE)
+            going = clock.spend(pass_work, self._share)
             if prices.num_passes >= next_start:
                 next_start = next_start * 3 // 2
-                going = clock.spend(climb.start(prices.candidates()[:2]), PRICING_SHARE) and not self._closed
+                going = clock.spend(climb.start(prices.candidates()[:2]), self._share) and not self._closed
                 self._tell()
 
     @property
