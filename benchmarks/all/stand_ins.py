@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import datetime
 import gzip
+import json
 import pathlib
 from collections.abc import Sequence
 
@@ -58,6 +59,7 @@ def write_stand_ins(folder: pathlib.Path) -> None:
     _write_images(folder / "cifar-10-batches-bin", draws)
     _write_philly(folder / "philly_jobs.csv.gz", draws)
     _write_muri(folder / "muri", draws)
+    _write_iopddl(folder / "iopddl")
     script = folder / "sources" / "jax" / "examples" / "mnist_classifier_fromscratch.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(_SCRIPT, encoding="utf-8")
@@ -159,3 +161,15 @@ def _write_csv(path: pathlib.Path, rows: Sequence[dict[str, object]]) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _write_iopddl(folder: pathlib.Path) -> None:
+    """Writes a problem of two nodes, and standings of two teams."""
+    folder.mkdir()
+    problem = {
+        "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1, 2], [0, 1]], "usages": [[5, 3], [4, 3]]},
+        "edges": {"nodes": [[0, 1]], "costs": [[0, 10**18, 9, 0]]},
+        "usage_limit": 6,
+    }
+    (folder / "asplos-2025-iopddl-B.json").write_text(json.dumps({"problem": problem}))
+    (folder / "final_results.csv").write_text("TEAM #,B\nteam01,6\nteam02,3\nXLA,12\n")

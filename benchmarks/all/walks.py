@@ -89,6 +89,7 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
     "faults": (Walk("faults", (("--quick", "--output", "{output}"),)),),
     "fuzz": (Walk("fuzz", (("--inputs", "20", "--no-page"),)),),
     "house": (Walk("house", (("--imports", "1", "--output", "{output}"), ("--list", "unnamed_arguments"))),),
+    "iopddl": (Walk("iopddl", (("{data}/iopddl", "--only", "B", "--share", "0.1", "--json", "{work}/answers.json"),)),),
     "kernels": (Walk("kernels", (("--rows", "1000", "--width", "8", "--repeats", "1"),)),),
     "mutants": (
         Walk(
