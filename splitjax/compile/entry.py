@@ -163,6 +163,10 @@ class CompiledEntry:
         beginning of training, counted from 0."""
         return self.jitted.at(step_number) if isinstance(self.jitted, ScheduledPrograms) else self.jitted
 
+    def program_name(self, step_number: int) -> str:
+        """Returns what tells the program of a step from the others of this entry; `step_number`: as in `program`."""
+        return self.jitted.name_at(step_number) if isinstance(self.jitted, ScheduledPrograms) else "full"
+
     @functools.cached_property
     def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Describes what rounding took away, by table that is rounded on the wire: the first operand of a program, and
@@ -215,14 +219,18 @@ class CompiledEntry:
         )
         return placed if moved else args
 
-    def across_processes(self, recipe: Recipe, args: tuple[Any, ...], first: bool) -> tuple[Any, ...]:
-        """Returns the positional arguments `args` of the step that `recipe` describes as global arrays. At the `first`
-        call all processes compare what they are about to do, and raise `ProcessError` where that differs."""
+    def meet_processes(self, recipe: Recipe, args: tuple[Any, ...]) -> str:
+        """Compares, in all processes, what they are about to do with the arguments `args` of a call of the step that
+        `recipe` describes, and returns where they met (`step.agreement.agree`). Raises `ProcessError` where that
+        differs."""
+        dynamic = [arg for number, arg in enumerate(args) if number not in recipe.options.static_argnums]
+        values = host_digests(jax.tree.leaves(dynamic), [leaf.path for leaf in self.plan.leaves])
+        return agree(recipe.name, self.plan, program_text(self.jaxpr), values)
+
+    def across_processes(self, recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the positional arguments `args` of the step that `recipe` describes as global arrays."""
         dynamic = [number for number in range(len(args)) if number not in recipe.options.static_argnums]
         leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
-        if first:
-            values = host_digests(leaves, [leaf.path for leaf in self.plan.leaves])
-            agree(recipe.name, self.plan, program_text(self.jaxpr), values)
         placed = dict(zip(dynamic, jax.tree.unflatten(tree, on_mesh(leaves, self.shardings)), strict=True))
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
 

@@ -46,14 +46,18 @@ class KeptProgram:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program on its operands `args`; those of another signature as `jax.jit` does."""
-        if self._compiled is None:
-            self._compiled = self._made(args)
+        self.prepare(*args)
         if self._compiled is not self.jitted:
             try:
                 return self._compiled(*args)
             except (TypeError, ValueError):  # other operands than it was compiled for: nothing has run, nor is consumed
                 logger.debug("splitjax: a kept program got other operands", exc_info=True)
         return self.jitted(*args)
+
+    def prepare(self, *args: Any) -> None:
+        """Reads or compiles the executable for operands `args`, and does not run it."""
+        if self._compiled is None:
+            self._compiled = self._made(args)
 
     def lower(self, *args: Any) -> Any:
         """Lowers the program for operands `args`, as `jax.jit(fn).lower` does."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
+from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
+from splitjax.lower.partial.workers import prepare
 from splitjax.mesh import MeshSizes, inside_mesh, make_mesh, with_devices
 from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan, SyncPlan
@@ -28,6 +31,7 @@ from splitjax.planning.draft import Draft, KnownTables
 from splitjax.planning.observing import TableDecision, TableObserver, axes_to_measure, decide
 from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
+from splitjax.step.agreement import wait_for_compiled
 from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
 from splitjax.step.traced import trace_step
@@ -36,6 +40,8 @@ from splitjax.sync.link import measure_link
 # What `jax.monitoring` is told when a plan begins to be made: whoever watches a run knows that it takes a while.
 BUILD_EVENT = "/splitjax/build"
 BUILT_EVENT = "/splitjax/build_duration"  # and how long it took
+# That a process has compiled a program and waits for those that have not, and that it goes on.
+WAIT_EVENT, MET_EVENT = "/splitjax/waits_for_compilations", "/splitjax/all_have_compiled"
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -67,7 +73,9 @@ class StepPrograms:
         self.kept: Session = Session()
         self._entries: dict[Signature, CompiledEntry] = {}
         self._drafts: dict[Signature, Draft] = {}  # of each, all that does not hang on what is known of its tables
-        self._agreed: set[int] = set()  # programs that all processes were found to share
+        # Where the processes met that were found to share an entry, by the id of the entry.
+        self._meetings: dict[int, tuple[weakref.ref[CompiledEntry], str]] = {}
+        self._compiled: set[str] = set()  # programs that all processes have compiled, by meeting and name
         self._observers: dict[Signature, TableObserver] = {}  # where tables are synchronised by rows
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
 
@@ -131,11 +139,14 @@ class StepPrograms:
         are not the entry's."""
         with_devices(self.mesh, f"call of {self._recipe.name}")
         program = entry.program(self.kept.num_steps)
+        operands = args if entry.sparse is None else entry.operands(args, self.kept.residuals_of(entry))
+        if self._meetings:
+            self._compile_everywhere(entry, program, operands)
         if entry.sparse is None:
-            result = program(*args)
+            result = program(*operands)
             self.kept.num_steps += entry.partial is not None
             return result
-        result, observed, *residuals = program(*entry.operands(args, self.kept.residuals_of(entry)))
+        result, observed, *residuals = program(*operands)
         self.kept.num_steps += entry.partial is not None
         if residuals:
             self.kept.residuals = dict(residuals[0])
@@ -148,10 +159,25 @@ class StepPrograms:
         """Returns `args` as global arrays, and the entry that takes them, for a call in a run of several processes.
         Raises `ProcessError` where they are about to do different things."""
         entry = self.settled(self.entry(args))
-        first = id(entry) not in self._agreed
-        args = entry.across_processes(self._recipe, args, first)
-        self._agreed.add(id(entry))
-        return args, entry
+        if self._meeting(entry) is None:
+            self._meetings[id(entry)] = weakref.ref(entry), entry.meet_processes(self._recipe, args)
+        return entry.across_processes(self._recipe, args), entry
+
+    def _meeting(self, entry: CompiledEntry) -> str | None:
+        """Where the processes met about `entry`; None where they have not."""
+        known, meeting = self._meetings.get(id(entry), (None, ""))
+        return meeting if known is not None and known() is entry else None
+
+    def _compile_everywhere(self, entry: CompiledEntry, program: StepProgram, operands: tuple[Any, ...]) -> None:
+        """Waits, before `program` of `entry` first runs on `operands`, until all processes have compiled it."""
+        meeting, name = self._meeting(entry), entry.program_name(self.kept.num_steps)
+        if not meeting or f"{meeting}{name}" in self._compiled:
+            return
+        prepare(program, *operands)
+        jax.monitoring.record_event(WAIT_EVENT)
+        wait_for_compiled(meeting, self._recipe.name, name)
+        jax.monitoring.record_event(MET_EVENT)
+        self._compiled.add(f"{meeting}{name}")
 
     def carried(self) -> Carried:
         """Returns what is kept between calls, as a value; see `ParallelStep.carried`."""

@@ -28,6 +28,8 @@ from splitjax.step.processes import value_digest
 # Processes reach their first step at different times: data may load, disks differ. A process that takes longer than
 # that is not coming.
 TIMEOUT_SECONDS = 300.0
+# Longer than any compilation.
+_COMPILE_SECONDS = 7 * 24 * 3600.0
 # The coordination service refuses messages above 4 MB.
 _PACKED_LIMIT = 2_000_000
 _UNPACKED_LIMIT = 64 << 20
@@ -73,7 +75,7 @@ def _is_host_value(const: object) -> bool:
     return const.is_fully_addressable and not jnp.issubdtype(const.dtype, jax.dtypes.extended)
 
 
-def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
     """Compares what this process is about to do with what the other processes of the run are.
 
     **Arguments:**
@@ -83,11 +85,13 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
     - `values`: (name, digest) of its host values (`processes.host_digests`).
     - `timeout_seconds`: how long the other processes may take to come here.
 
+    **Returns** where they met, for `wait_for_compiled`. In a run of one process nothing is done, and it is empty.
+
     Raises `ProcessError`, in every process, that names the first difference, or the processes that did not come in
-    time. Does nothing in a run of one process."""
+    time."""
     client: CoordinationClient | None = _compat.coordination_client()
     if client is None or jax.process_count() == 1:
-        return
+        return ""
     rank = jax.process_index()
     items = [("plan", plan.digest[:16]), ("program", hashlib.sha256(program.encode()).hexdigest()[:16]), *values]
     folder = _publish(client, name, rank, json.dumps(items))
@@ -110,6 +114,28 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
         if what is not None:
             detail = _detail(client, folder, what, plan, program) if rank == process else ""
             raise ProcessError(_sentence(what, process) + detail, value=what, place=place, remedy=_remedy(what))
+    return folder
+
+
+def wait_for_compiled(meeting: str, name: str, program: str) -> None:
+    """Waits, before a program first runs, until every process has compiled it.
+
+    Collectives of a program wait for each other only so long: gloo, on CPUs, gives up after 30 s. A process that
+    compiles for longer than the others would be their end.
+
+    **Arguments:** `meeting`: where they met (`agree`). `name`: of the step. `program`: which of its programs.
+
+    Raises `ProcessError` where a process is gone. There is no deadline: whoever watches the run has one."""
+    client: CoordinationClient | None = _compat.coordination_client()
+    assert client is not None, "a process that is alone in its run has nobody to meet"
+    try:
+        client.wait_at_barrier(f"{meeting}compiled/{program}", round(_COMPILE_SECONDS * 1000))
+    except Exception as error:  # the runtime's own type differs by version
+        raise ProcessError(
+            f"not every process compiled this program: {str(error).splitlines()[0][:300]}",
+            place=f"first run of {name} in process {jax.process_index()}",
+            remedy="see how the other processes ended",
+        ) from error
 
 
 def _items_of(entries: Sequence[tuple[str, str]], place: str) -> dict[int, Items]:

@@ -179,7 +179,7 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
             )
         call = tuple(call)
         if mesh.is_multi_process:
-            call = built.across_processes(mine, call, first=False)
+            call = built.across_processes(mine, call)
         residuals = {name: np.zeros(operand.shape, operand.dtype) for name, operand in built.residuals.items()}
         operands = built.operands(call, residuals)
         static = {len(operands) - len(call) + number for number in mine.options.static_argnums}

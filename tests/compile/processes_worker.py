@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 
 import jax
 
@@ -18,6 +19,7 @@ from flax import nnx  # noqa: E402
 
 import splitjax  # noqa: E402
 from splitjax import models  # noqa: E402
+from splitjax.compile.step_programs import MET_EVENT, WAIT_EVENT  # noqa: E402
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints  # noqa: E402
 from splitjax.step.agreement import agree  # noqa: E402
 from splitjax.sync import ByRows  # noqa: E402
@@ -157,6 +159,29 @@ with Checkpoints(CheckpointOptions(FOLDER)) as checkpoints:
     say("rounded", digests=[rounded(checkpoints, resumed) for resumed in (False, True)])
 
 expect_error("plan", lambda: one_call(rules="splitbrain" if RANK == 0 else "data_parallel"))
+compiled: list[tuple[str, float]] = []
+
+
+def slowly(event: str, seconds: float, fun_name: str = "", **_) -> None:
+    """Process 1 takes three seconds longer, where XLA begins to compile the step."""
+    if "jaxpr_to_mlir_module" in event and "train_step" in fun_name and RANK == 1:
+        time.sleep(3.0)
+    if "backend_compile" in event and "train_step" in fun_name:
+        compiled.append(("compiled", time.monotonic()))
+
+
+def waits(event: str, **_) -> None:
+    if event in (WAIT_EVENT, MET_EVENT):
+        compiled.append((event, time.monotonic()))
+
+
+jax.monitoring.register_event_duration_secs_listener(slowly)
+jax.monitoring.register_event_listener(waits)
+losses = train("megatron", "init", batch_of())
+jax.monitoring.unregister_event_duration_listener(slowly)
+jax.monitoring.unregister_event_listener(waits)
+say("compiled slowly", losses=losses, events=compiled)
+
 expect_error("program", lambda: one_call(learning_rate=0.01 * (1 + RANK)))
 expect_error("batch", lambda: one_call(batch_seed=RANK))
 expect_error(

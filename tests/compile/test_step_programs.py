@@ -13,6 +13,7 @@ import pytest
 
 import splitjax
 from splitjax import models
+from splitjax.compile.step_programs import MET_EVENT, WAIT_EVENT
 from splitjax.errors import BatchError
 from splitjax.sync.analysis import Profile
 from tests.processes import run_processes
@@ -49,6 +50,20 @@ def alone() -> list[float]:
 def test_two_processes_train_to_the_numbers_of_one_device(said, alone, how):
     for each in said:
         np.testing.assert_allclose(each[how]["losses"], alone, rtol=2e-5)
+
+
+def test_a_program_runs_when_all_processes_have_compiled_it(said, alone):
+    """Collectives give up after a while: a process that compiles for longer than the others would be their end."""
+    for each in said:
+        np.testing.assert_allclose(each["compiled slowly"]["losses"], alone, rtol=2e-5)
+    events = [each["compiled slowly"]["events"] for each in said]
+    # Of the step and of the evaluation: each waits once, and what was compiled to be waited for is not compiled again.
+    assert [[name for name, _ in each if name != "compiled"] for each in events] == 2 * [[WAIT_EVENT, MET_EVENT] * 2]
+    assert [[name for name, _ in each].count("compiled") for each in events] == [1, 1]
+    (waits, met), (other_waits, other_met) = (
+        [next(at for name, at in each if name == wanted) for wanted in (WAIT_EVENT, MET_EVENT)] for each in events
+    )
+    assert met - waits > 2.0 and met >= other_waits and abs(met - other_met) < 2.0
 
 
 def test_nnx_steps_run_in_several_processes(said):

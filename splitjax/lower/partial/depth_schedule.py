@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.truncated import PartialWays
 from splitjax.lower.partial.truncation import turns_scope
-from splitjax.lower.partial.workers import DispatchedStep, JittedProgram, ProgramMaker
+from splitjax.lower.partial.workers import DispatchedStep, JittedProgram, ProgramMaker, prepare
 from splitjax.partial.request import BRANCH
 from splitjax.planning.partial_step import PartialStep
 
@@ -42,6 +42,15 @@ class ScheduledPrograms:
     full: Callable[[], JittedProgram]
     by_slot: Callable[[int], JittedProgram] | None
     in_cycle: Callable[[], JittedProgram] | None
+
+    def name_at(self, step_number: int) -> str:
+        """Returns what tells the program of step `step_number`, counted from 0, from the others."""
+        number = step_number - self.step.request.warmup_steps
+        if number < 0:
+            return "full"
+        if self.by_slot is None:
+            return "cycle"
+        return f"slot-{self.step.depths.slot(0, number % self.step.depths.num_cycle_steps)}"
 
     def at(self, step_number: int) -> JittedProgram:
         """Gives the program of step `step_number`, counted from 0 since the beginning of training. It takes the step's
@@ -69,6 +78,9 @@ class _AtCycleStep:
 
     def lower(self, *args: Any) -> Any:
         return self.program.lower(np.int32(self.cycle_step), *args)
+
+    def prepare(self, *args: Any) -> None:
+        prepare(self.program, np.int32(self.cycle_step), *args)
 
 
 def scheduled_programs(ways: PartialWays, lowered: Lowered, programs: ProgramMaker) -> ScheduledPrograms:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,24 @@ class JittedProgram(Protocol):
     def lower(self, *args: Any) -> Any:
         """Lowers the program for `args`, arrays or `ShapeDtypeStruct`s."""
         ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A program that knows by itself how it is made ready to run."""
+
+    def prepare(self, *args: Any) -> None:
+        """Compiles the program for its operands `args`, or reads it from where it is kept, and runs nothing."""
+        ...
+
+
+def prepare(program: JittedProgram, *args: Any) -> None:
+    """Makes a `program` ready to run on its operands `args`: what `jax.jit` compiles here it does not compile again
+    when it is called."""
+    if isinstance(program, Preparable):
+        program.prepare(*args)
+    else:
+        program.lower(*args).compile()
 
 
 class ProgramMaker(Protocol):
@@ -82,6 +100,9 @@ class DispatchedStep:
         inputs = self.before(*args)
         sums = self.rows(inputs, self.slots(int(cycle_step)))
         return self.after(Specs.of(inputs))(cycle_step, sums, *args)
+
+    def prepare(self, cycle_step: Any, *args: Any) -> None:
+        """Does nothing: each of its programs is compiled for what the one before it gave."""
 
     def lower(self, cycle_step: Any, *args: Any) -> LoweredPrograms:
         """Lowers all programs of step `cycle_step` of a cycle for the step's `args`, as `lower` of `jax.jit` does."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from splitjax.compile.step_programs import BUILD_EVENT
+from splitjax.compile.step_programs import BUILD_EVENT, MET_EVENT, WAIT_EVENT
 from splitjax.runtime.launch.deadlines import slowest
 from splitjax.runtime.launch.stages import FIRST_STEP_EVENT, LOOP_EVENT
 from splitjax.runtime.launch.whereabouts import APART, Place, StepRecorder
@@ -44,6 +44,7 @@ class Tracker:
         self.recorder: StepRecorder = recorder or StepRecorder.open()
         self._before: Place | None = None
         self._is_building = False
+        self._waited_from = Place.COMPILE
         self._ident = threading.get_ident()
         self._told_times = time.monotonic()
 
@@ -112,6 +113,12 @@ class Tracker:
     def _on_event(self, event: str, **_: Any) -> None:
         if event == BUILD_EVENT:
             self._compiling(is_building=True)
+        elif event == WAIT_EVENT and threading.get_ident() == self._ident:
+            # Further than those that compile: it is they who hold up the others.
+            self._waited_from = self.recorder.place
+            self.recorder.at(Place.DISPATCH, detail="waits until all processes have compiled it")
+        elif event == MET_EVENT and threading.get_ident() == self._ident:
+            self.recorder.at(self._waited_from)
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _LOWERED:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+
 import jax
 import jax.numpy as jnp
 
 import splitjax
-from splitjax.runtime.launch import whereabouts
+from splitjax.compile.step_programs import MET_EVENT, WAIT_EVENT
+from splitjax.runtime.launch import deadlines, whereabouts
 from splitjax.runtime.launch.whereabouts import Place, StepRecorder
 from splitjax.runtime.training import tracking
 from splitjax.runtime.training.ledger import Ledger, steady_clock
@@ -106,3 +110,21 @@ def test_the_ledgers_clock_does_not_follow_the_machines(monkeypatch):
     before = clock()
     monkeypatch.setattr("time.time", lambda: 0.0)  # set back by decades
     assert clock() - before < 60
+
+
+def test_who_waits_for_compilations_is_not_to_blame():
+    """A process that has compiled is further than one that has not, and has its deadline."""
+    recorder, other = Seen(), StepRecorder()
+    with Tracker(Ledger(None), recorder) as tracker, tracker.during("compile", 1):
+        other.begin()
+        other.at(Place.COMPILE, 1)
+        jax.monitoring.record_event(WAIT_EVENT)
+        assert recorder.places[-1][0] is Place.DISPATCH and recorder.places[-1][1].startswith("waits until all")
+        run = {rank: dataclasses.replace(page.read(), pid=1) for rank, page in enumerate((recorder, other))}
+        given = deadlines.Deadlines(step_timeout_seconds=10.0, compile_timeout_seconds=60.0)
+        now = time.monotonic_ns()
+        assert deadlines.find_stuck(run, given, now + 30 * 10**9) is None
+        stuck = deadlines.find_stuck(run, given, now + 61 * 10**9)
+        assert stuck is not None and stuck.ranks == (1,) and stuck.allowed_seconds == 60.0
+        jax.monitoring.record_event(MET_EVENT)
+        assert recorder.place is Place.COMPILE
