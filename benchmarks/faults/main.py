@@ -45,7 +45,7 @@ from benchmarks.faults.checks import Fault
 from benchmarks.faults.run import Recipe
 from splitjax.runtime.checkpoint.folder import checkpoint_folders
 
-NUM_KILLS = 20
+NUM_KILLS = 26
 FEW_KEPT = 3  # the default of `splitjax train`
 DATA_DAMAGES = (
     ("data_batch_1.bin", "truncated"),
