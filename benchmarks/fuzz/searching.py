@@ -24,7 +24,9 @@ from benchmarks.fuzz.strategies import changed
 
 CORPUS = pathlib.Path(__file__).resolve().parent / "corpus"
 _HEADROOM_BYTES = 3 << 30
-_STALE_SECONDS = 60  # libFuzzer's own limit, for what no signal of Python interrupts
+# libFuzzer's own limit, for what no signal of Python interrupts. By the wall clock, so a machine that was put to sleep
+# for less must not look like an endless input.
+_STALE_SECONDS = 7200
 
 
 @dataclasses.dataclass(frozen=True)
