@@ -176,6 +176,9 @@ class Run:
             return False
         if attempt.status == 0:
             return False
+        if attempt.ended_by_clock:
+            say("starting all workers again: a clock that is set back is not counted as a restart")
+            return True
         if self._goes_on_without(attempt):
             return True
         if self._restarts == config.restarts:
@@ -237,6 +240,7 @@ class Run:
         attempt = AttemptStart(number, coordinator.address, failed_unix_seconds, mesh)
         workers: list[Worker] = []
         back: Recovery | None = None
+        clock_began = _clock_offset_seconds()
         try:
             starter.begin(failed_unix_seconds, lambda: self._stop_signal is not None)
             for rank, worker_number in enumerate(ranks):
@@ -278,7 +282,8 @@ class Run:
             for worker in workers:
                 worker.close()
         done = watch.attempt(number, stopped=self._stop_signal is not None)
-        return dataclasses.replace(done, workers=ranks, recovery=back)
+        set_back = max(0.0, clock_began - _clock_offset_seconds())
+        return dataclasses.replace(done, workers=ranks, recovery=back, clock_set_back_seconds=set_back)
 
     def _give_up_missing(self, watch: Watch, board: Board) -> None:
         """Ends the attempt where the worker that is waited for has not even joined when its time is over."""
@@ -317,6 +322,11 @@ class Run:
             os.close(exit_writer)
         output.add(seat.rank, worker.out, worker.err)
         return worker
+
+
+def _clock_offset_seconds() -> float:
+    """How far the clock that can be set is ahead of the one that cannot."""
+    return time.time() - time.monotonic()
 
 
 def _report_end(worker: Worker, events: queue.SimpleQueue[Event]) -> None:

@@ -11,6 +11,8 @@ from splitjax.runtime.launch.stages import Recovery
 
 SIGNAL_STATUS = 128  # what shells add to the number of a signal
 LEFT_ON_SIGTERM = SIGNAL_STATUS + signal.SIGTERM
+# From how much on a clock was set back, and not only slowed down by what keeps it right.
+CLOCK_SET_BACK_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ class LaunchAttempt:
     - `workers`: by rank, the numbers of the workers among those that the run began with.
     - `recovery`: how long it took from the failure of the attempt before to this one's first step, and what; None where
       that is not known.
+    - `clock_set_back_seconds`: by how much this machine's clock was set back while the attempt ran; 0 if it was not.
     """
 
     number: int
@@ -87,6 +90,16 @@ class LaunchAttempt:
     completed_step: int = 0
     workers: tuple[int, ...] = ()
     recovery: Recovery | None = None
+    clock_set_back_seconds: float = 0.0
+
+    @property
+    def ended_by_clock(self) -> bool:
+        """Returns whether JAX ended the workers because the clock was set back, and no worker is at fault.
+
+        The coordination service subtracts times of that clock as unsigned numbers: a clock that is set back looks like
+        a silence of half a million years, longer than any that it can be told to bear. It then aborts all workers."""
+        aborted = self.failed is not None and self.failed.code == -signal.SIGABRT
+        return aborted and self.clock_set_back_seconds >= CLOCK_SET_BACK_SECONDS
 
     @property
     def left_on_sigterm(self) -> WorkerExit | None:
@@ -152,6 +165,11 @@ def failure_text(attempt: LaunchAttempt) -> str:
     failed: Any = attempt.failed
     before = [end for end in attempt.exits[: attempt.exits.index(failed)] if end.code == 0]
     lines = [f"worker {failed.rank} failed after {failed.seconds:.1f} s: {failed}"]
+    if attempt.ended_by_clock:
+        lines += [
+            f"no worker is at fault: this machine's clock was set back by {attempt.clock_set_back_seconds:.0f} s, and"
+            " JAX's coordination service, which measures silence by it, ended them"
+        ]
     lines += attempt.findings
     if failed.last_lines:
         lines += ["its last lines:", *(f"    {line}" for line in failed.last_lines)]

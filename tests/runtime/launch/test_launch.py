@@ -144,6 +144,34 @@ def test_restarts_are_used_up(launched):
     assert "all 1 restarts are used up" in run.err.getvalue()
 
 
+ABORTS_ONCE = (
+    RANK + "import signal\nif os.environ['SPLITJAX_ATTEMPT'] == '0' and rank == 1: time.sleep(0.3); os.abort()\n"
+    "if os.environ['SPLITJAX_ATTEMPT'] == '0': time.sleep(60)"
+)
+
+
+def test_a_clock_that_was_set_back_is_blamed_and_no_restart_counted(launched, monkeypatch):
+    # JAX aborts all workers then; the time between the attempt's two looks at the clocks is what tells it.
+    offsets = iter([7200.0, 3600.0, 3600.0, 3600.0])
+    monkeypatch.setattr(launch, "_clock_offset_seconds", lambda: next(offsets))
+    run = launched(ABORTS_ONCE, num_processes=2, restarts=0)
+    outcome = run.wait()
+    assert outcome.status == 0 and len(outcome.attempts) == 2
+    assert outcome.attempts[0].clock_set_back_seconds == 3600.0 and not outcome.attempts[1].ended_by_clock
+    said = run.err.getvalue()
+    assert "no worker is at fault: this machine's clock was set back by 3600 s" in said
+    assert "not counted as a restart" in said and "restarts are used up" not in said
+
+
+@pytest.mark.parametrize(("script", "moved"), [(ABORTS_ONCE, -3600.0), (ABORTS_ONCE, 0.5), ("sys.exit(3)", 3600.0)])
+def test_other_ends_are_not_blamed_on_the_clock(launched, monkeypatch, script, moved):
+    offsets = iter([7200.0, 7200.0 - moved])
+    monkeypatch.setattr(launch, "_clock_offset_seconds", lambda: next(offsets))
+    run = launched("import sys\n" + script, num_processes=2, restarts=0)
+    assert run.wait().status != 0 and len(run.run.wait().attempts) == 1
+    assert "no worker is at fault" not in run.err.getvalue()
+
+
 SAVES = (
     RANK + "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\nprint('ready',"
     " flush=True)\nwhile True: time.sleep(0.05)"
