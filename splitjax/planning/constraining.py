@@ -17,6 +17,7 @@ from splitjax.planning.draft import Draft
 from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
+from splitjax.planning.sites.manual import manual_notes
 from splitjax.planning.sites.remedies import (
     apply_remedies,
     check_orders,
@@ -67,7 +68,8 @@ def constrain(draft: Draft) -> Draft:
             guarded=guarded_sites(suspects),
         ),
     )
-    notes = (note for note in remedies.notes if note not in draft.notes)  # a pinned plan has them already
+    said = (*remedies.notes, *manual_notes(graph, sharded))
+    notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = tuple(f"{op.primitive} at {op.source}" for op in unknown)
     return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(
         *notes

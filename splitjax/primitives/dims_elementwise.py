@@ -128,9 +128,9 @@ def _unlinked(inputs: Shapes, outputs: Shapes) -> DimMap:
     return DimMap(ins, outs)
 
 
-@dim_rule("shard_map", "custom_linear_solve")
+@dim_rule("custom_linear_solve")
 def opaque(inputs: Shapes, outputs: Shapes, _params: Params) -> DimMap:
-    """Links nothing between `inputs` and `outputs`: XLA or the user places these themselves."""
+    """Links nothing between `inputs` and `outputs`: XLA places these itself."""
     return dataclasses.replace(_unlinked(inputs, outputs), mixing=True)
 
 

@@ -24,6 +24,7 @@ class Trait(enum.Enum):
     COUNTED = "its operands count among what a backward pass keeps, although it is linear: an upper bound of memory"
     DRAWS = "it makes random numbers, the same on every device for the same key"
     COLLECTIVE = "it exchanges values between the devices of a `shard_map`"
+    FOREIGN = "it runs code that is not partitioned like the rest of the step: a kernel, a callback, a `shard_map`"
 
 
 class Examples(enum.Enum):

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from splitjax.trace.tables import LookupTable
 
@@ -198,6 +199,26 @@ class Unknown:
     result_dims: tuple[tuple[Dim, ...], ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForeignCall:
+    """Describes an operation that runs code which is not partitioned like the rest of the step: a kernel, a callback, a
+    user's own `shard_map`.
+
+    - `primitive`, `site`, `source`: of the operation; `source` is the user's file:line.
+    - `eqn`: its equation.
+    - `operand_dims`, `result_dims`: the dims of every operand and of every result.
+    - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
+    """
+
+    primitive: str
+    site: tuple[int, ...]
+    source: str
+    eqn: Any
+    operand_dims: tuple[tuple[Dim, ...], ...]
+    result_dims: tuple[tuple[Dim, ...], ...]
+    editable: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class ConvolutionDims:
     """Names the atoms behind the dims of a convolution; a kind of dim that it lacks, or whose size is 1, has none.
@@ -297,6 +318,7 @@ class Graph:
     - `gradients`: gradients of parameters, by every boundary.
     - `spreads`: where parameters meet every example alike, in program order.
     - `tables`: parameters that rows are looked up in.
+    - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
 
     Iterating over a graph gives its layers.
     """
@@ -319,6 +341,7 @@ class Graph:
     gradients: tuple[Gradient, ...] = ()
     spreads: tuple[Spread, ...] = ()
     tables: tuple[LookupTable, ...] = ()
+    foreign: tuple[ForeignCall, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Leaf]:

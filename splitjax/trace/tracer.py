@@ -18,6 +18,7 @@ from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, example_labels, is_floating
+from splitjax.trace.foreign import find_foreign
 from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, tie
@@ -101,6 +102,7 @@ def _assemble(
         suspects=find_suspects(flat, classes),
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
+        foreign=find_foreign(flat, classes),
     )
 
 

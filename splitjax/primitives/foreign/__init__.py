@@ -1,0 +1,8 @@
+"""What operations do whose code splitjax does not partition itself: a user's own `shard_map`.
+
+Importing the package states their dim rules in the table of operations.
+"""
+
+from splitjax.primitives.foreign import manual
+
+__all__ = ["manual"]

@@ -1,0 +1,34 @@
+"""Finds the operations of a flat step whose code is not partitioned like the rest of it, with the dims
+that planning asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS, qualified_name
+from splitjax.trace.classes import Classes
+from splitjax.trace.flatten import FlatStep
+from splitjax.trace.graph import Dim, ForeignCall
+
+
+def find_foreign(flat: FlatStep, classes: Classes) -> tuple[ForeignCall, ...]:
+    """Returns the kernels, callbacks and `shard_map`s of `flat` in program order, with dims of `classes`."""
+
+    def dims(values: Sequence[int]) -> tuple[tuple[Dim, ...], ...]:
+        return tuple(classes.dims(v, len(flat.shapes[v])) for v in values)
+
+    foreign = OPERATIONS.with_trait(Trait.FOREIGN)
+    return tuple(
+        ForeignCall(
+            qualified_name(op.primitive, op.params),
+            op.site,
+            op.source,
+            op.eqn,
+            dims(op.inputs),
+            dims(op.outputs),
+            op.editable,
+        )
+        for op in flat.ops
+        if op.primitive in foreign
+    )
