@@ -97,16 +97,50 @@ def test_attributes_that_the_docs_name_are_there(name, kind):
     assert not [page.name for page in PAGES if re.search(r"plan's exceptions|`exceptions`", page.read_text())]
 
 
-def test_a_line_of_the_figures_of_sparse_training_has_one_figure():
-    rows = [
-        line.split(" | ")
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith("| training throughput with `sync=")
-    ]
-    assert len(rows) == 6
-    for _, figures, _ in rows:
-        assert [len(re.findall(r"[\d.]+x", line)) for line in figures.split("<br>")] == [1, 1, 1]
-        assert "PyTorch" in figures.split("<br>")[0], "the strongest rival comes first"
+def tables(page: str) -> list[list[list[str]]]:
+    """The tables of a page: of each its rows, the first that of the titles, as lists of cells."""
+    found: list[list[list[str]]] = [[]]
+    for line in (ROOT / page).read_text().splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    return [[rows[0], *rows[2:]] for rows in found if rows]
+
+
+def test_a_cell_of_the_measured_figures_has_one_figure():
+    measured = [table for table in tables("docs/measured.md") if len(table) > 1]
+    assert len(measured) > 15
+    for titles, *rows in measured:
+        first = titles.index("result") if "result" in titles else 1
+        last = first + 1 if "result" in titles else len(titles)
+        for row in rows:
+            assert len(row) == len(titles)
+            for cell in row[first:last]:
+                figures = re.findall(r"[\d,.]+", re.sub(r"[\d,]+ of [\d,]+", "1", cell))
+                assert len(figures) <= 1 or cell in ("100 Mb/s",), cell
+    sparse = next(table for table in measured if "over PyTorch's DDP, sparse gradients" in table[0])
+    assert sparse[0][2] == "over PyTorch's DDP, sparse gradients", "the strongest rival comes first"
+    assert len(sparse) == 7
+
+
+def test_the_readme_is_short_and_names_the_rival_of_each_figure():
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    words = re.sub(r"\]\([^)]*\)", "]", text).split()
+    assert len(words) <= 600
+    figures = next(table for table in tables("README.md") if "against" in table[0])
+    assert len(figures) == 5 and all(row[1] for row in figures)
+
+
+def test_the_picture_of_the_readme_is_what_the_command_draws(tmp_path, capsys):
+    from splitjax.cli import main
+
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "--svg plan.svg" in line)
+    command = re.search(r"`splitjax (plan .*?)`", line)
+    assert command is not None
+    drawn = tmp_path / "plan.svg"
+    assert main([*command[1].replace("plan.svg", str(drawn)).split()]) == 0
+    assert drawn.read_text() == (ROOT / "docs" / "images" / "plan-vgg16.svg").read_text()
 
 
 # Nobody understood them; each has a plain sentence in its place.

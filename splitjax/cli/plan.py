@@ -8,6 +8,7 @@ import pathlib
 from rich.console import Console
 
 from splitjax.cli._model_command import ModelCommand
+from splitjax.cli._output import write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,8 @@ class ShowPlan(ModelCommand):
 
     json: pathlib.Path | None = None
     """Write the plan to this file too; `parallelize(plan=FILE)` pins it."""
+    svg: pathlib.Path | None = None
+    """Draw it to this file too: a bar a layer, for light and dark pages."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
@@ -25,4 +28,9 @@ class ShowPlan(ModelCommand):
         if self.json is not None:
             plan.save(self.json)
             console.print(f"plan: {self.json}", highlight=False)
+        if self.svg is not None:
+            from splitjax.report.plan_picture import plan_svg
+
+            write_file(self.svg, plan_svg(plan), "--svg")
+            console.print(f"picture: {self.svg}", highlight=False)
         return 0
