@@ -95,8 +95,8 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
         ),
         format=FORMAT,
         forms={MeshShape: MESH_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
-        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries"),
-        unless_empty=("boundaries",),
+        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries", "warnings"),
+        unless_empty=("boundaries", "compute", "warnings"),
         finite=True,
         check=check,
     )

@@ -110,6 +110,42 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compute:
+    """Predicts the arithmetic of a step: its products with weights, forward and backward. A multiply-add is two flops.
+
+    - `flops`: what the busiest device computes per step. `ideal_flops`: the same, if all devices shared every product
+      evenly. What rematerialisation repeats, and products without a weight (attention scores), are in neither.
+    """
+
+    flops: Count = 0
+    ideal_flops: Count = 0
+
+    @property
+    def over_ideal(self) -> float:
+        """How many times its even share a device computes; 1 where nothing is computed twice."""
+        return self.flops / self.ideal_flops if self.ideal_flops else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanWarning:
+    """Says that a plan wastes something, and what to do about it.
+
+    - `kind`: `compute`, where devices repeat each other's products; `whole`, where parameters do not lie as their rules
+      would have them.
+    - `ratio`: for `compute` as `Compute.over_ideal`, for `whole` the share of all parameters, from 0 to 1.
+    - `message`: what is wasted, and where. `remedy`: what helps.
+    """
+
+    kind: Annotated[str, OneOf(("compute", "whole"))]
+    ratio: float
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Collective:
     """Predicts one collective of the step.
 

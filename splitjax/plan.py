@@ -26,11 +26,13 @@ from splitjax._plan_parts import (
     ROW_EXCHANGE,
     BoundaryPlan,
     Collective,
+    Compute,
     Constraint,
     LayerPlan,
     LeafPlan,
     Memory,
     PartialPlan,
+    PlanWarning,
     SegmentPlan,
     Spec,
     SpecEntry,
@@ -51,6 +53,7 @@ __all__ = [
     "ROW_EXCHANGE",
     "BoundaryPlan",
     "Collective",
+    "Compute",
     "Constraint",
     "LayerPlan",
     "LeafLike",
@@ -59,6 +62,7 @@ __all__ = [
     "PartialPlan",
     "Phase",
     "Plan",
+    "PlanWarning",
     "Purpose",
     "PurposeKind",
     "SegmentPlan",
@@ -114,6 +118,7 @@ class Plan:
     - `syncs`: tables with row lookups, where another synchronisation than the dense one was asked for.
     - `partial`: partial backpropagation, where it was asked for.
     - `boundaries`: how the step's gradient boundaries run, in program order.
+    - `compute`: what a device computes, over an even share of it. `warnings`: what is wasted, each with its remedy.
     """
 
     mesh: MeshShape
@@ -131,6 +136,8 @@ class Plan:
     syncs: tuple[SyncPlan, ...] = ()
     partial: PartialPlan | None = None
     boundaries: tuple[BoundaryPlan, ...] = ()
+    compute: Compute = Compute()
+    warnings: tuple[PlanWarning, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -278,6 +285,8 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from _diff_entries("gathered operation", a.gathered, b.gathered, str)
     for field in dataclasses.fields(Memory):
         yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
+    for field in dataclasses.fields(Compute):
+        yield from _diff_value(f"compute.{field.name}", getattr(a.compute, field.name), getattr(b.compute, field.name))
     yield from _diff_entries(
         "collective",
         *_comparable(a.collectives, b.collectives),
@@ -287,6 +296,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from _diff_partial(a.partial, b.partial)
     yield from _diff_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
+    yield from _diff_entries("warning", a.warnings, b.warnings, lambda warning: warning.kind)
     yield from _diff_entries("note", a.notes, b.notes, repr)
 
 

@@ -17,6 +17,7 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import (
     BoundaryPlan,
     Collective,
+    Compute,
     Constraint,
     LayerPlan,
     LeafPlan,
@@ -24,6 +25,7 @@ from splitjax.plan import (
     PartialPlan,
     Phase,
     Plan,
+    PlanWarning,
     Purpose,
     PurposeKind,
     SegmentPlan,
@@ -155,6 +157,15 @@ def plans(draw) -> Plan:
         draw(st.builds(Memory, count, count, count)),
         tuple(draw(st.lists(st.builds(Collective, names, names, count, names, purposes), max_size=4))),
         tuple(draw(st.lists(names, max_size=2))),
+        compute=draw(st.builds(Compute, count, count)),
+        warnings=tuple(
+            draw(
+                st.lists(
+                    st.builds(PlanWarning, st.sampled_from(["compute", "whole"]), st.floats(0, 1e6), names, names),
+                    max_size=2,
+                )
+            )
+        ),
     )
 
 
@@ -310,6 +321,8 @@ def test_digest_changes_with_any_field():
         "syncs": (SyncPlan("p/t", "zen", "data", 5, 1, 2, "asked for"),),
         "partial": PARTIAL,
         "boundaries": (BoundaryPlan((3,), "loss_fn at train.py:12", "microbatches", 4, ""),),
+        "compute": Compute(8, 4),
+        "warnings": (PlanWarning("whole", 0.5, "half of it is whole", "split it"),),
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]

@@ -10,7 +10,7 @@ from typing import Any
 # collective, of which the sentence `why` is rendered: what it moves, and for which layer, is in the other keys.
 SENTENCES = ("why", "purpose", "note", "notes")
 # What follows from the rest, and was not recorded when the corpus was taken.
-DERIVED = ("boundaries",)
+DERIVED = ("boundaries", "compute", "warnings")
 # Of a digest of 64 hexadecimal digits so many are kept: two texts of a million share them with a chance of 1 in 10^7.
 NUM_DIGITS = 16
 

@@ -67,7 +67,7 @@ class Codec(Generic[T]):
         """Returns `document` as JSON values (dict, list, str, int, float, bool, None), without the format number."""
         values = self._plain(document, "")
         if self.unless_empty:
-            values = {key: value for key, value in values.items() if value or key not in self.unless_empty}
+            values = {key: value for key, value in values.items() if key not in self.unless_empty or _holds(value)}
         return values
 
     def text(self, document: T) -> str:
@@ -278,3 +278,8 @@ def fields_of(value: Any) -> dict[str, Any]:
 def without_nones(*names: str) -> Form[Any]:
     """Returns the form of a dataclass whose fields `names` are left out where they are None."""
     return Form(lambda value: {key: x for key, x in fields_of(value).items() if x is not None or key not in names})
+
+
+def _holds(value: Any) -> bool:
+    """Tells whether a JSON value holds something: an object, whether one of its keys does."""
+    return any(map(_holds, value.values())) if isinstance(value, dict) else bool(value)

@@ -29,13 +29,14 @@ from splitjax.cost.collectives import (
     transform_events,
     use_events,
 )
+from splitjax.cost.compute import predict_compute
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all, flow_of, split_of
 from splitjax.cost.memory import LeafBytes, leaf_bytes, total_memory, use_bytes
 from splitjax.cost.structure import StepStructure
 from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, LayerPlan, LeafPlan, Memory, Spec, spec_axes
+from splitjax.plan import Collective, Compute, LayerPlan, LeafPlan, Memory, Spec, spec_axes
 from splitjax.trace.graph import Graph
 
 Sent = tuple[Collective, ...]
@@ -139,6 +140,12 @@ class Prediction:
             base_bytes=num_bytes // mesh.size(self.setting.batch_axes),
             least_bytes=num_bytes // mesh.num_devices,
         )
+
+    @functools.cached_property
+    def compute(self) -> Compute:
+        """The flops of a device, as `predict_compute` says."""
+        setting = self.setting
+        return predict_compute(self.structure.graph, self.flows, setting.mesh, setting.batch_axes, self.manner.backward)
 
     def _activations(self) -> Iterator[Collective]:
         """Yields the collectives of uses and of Fourier transforms, in program order."""

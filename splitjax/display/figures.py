@@ -17,6 +17,19 @@ def bytes_text(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def flops_text(num_flops: int) -> str:
+    """Writes a number of flops: `980 flops`, `1.50 Mflop`, `24.0 Gflop`. `num_flops` is not negative."""
+    try:
+        size = float(num_flops)
+    except OverflowError:  # as for bytes
+        return f"2^{num_flops.bit_length() - 1} flops"
+    for unit in ("flops", "kflop", "Mflop", "Gflop", "Tflop", "Pflop"):
+        if size < 1000 or unit == "Pflop":
+            break
+        size /= 1000
+    return f"{num_flops} flops" if unit == "flops" else f"{_three_digits(size)} {unit}"
+
+
 def seconds_text(seconds: float) -> str:
     """Writes a time in `seconds` to three digits: `812 us`, `3.20 ms`, `1.25 s`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -23,6 +23,7 @@ from splitjax.planning.partial_plan import PartialCosts, PartialExchange
 from splitjax.planning.table_plan import beside_rows, dense_bytes, row_bytes, row_exchange, sync_plans
 from splitjax.planning.tables.finding import Found
 from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.waste import find_waste
 from splitjax.planning.ways import planned_boundaries
 
 Sent = tuple[Collective, ...]
@@ -39,6 +40,8 @@ def predict(draft: Draft) -> Plan:
         syncs=predicted.syncs,
         partial=predicted.partial,
         boundaries=boundaries,
+        compute=predicted.dense.compute,
+        warnings=find_waste(draft, predicted.dense),
     )
 
 

@@ -10,6 +10,7 @@ from splitjax.display.figures import bytes_text
 from splitjax.report.rows import (
     DEPTH_COLUMNS,
     CollectiveRow,
+    compute_rows,
     depth_rows,
     headline,
     layer_rows,
@@ -29,6 +30,7 @@ _SUMS = ("predicted number", "predicted bytes", "compiled number", "compiled byt
 def report_document(report: Report) -> Document:
     """Makes the document of `report`: one section for each table that has rows."""
     memory = Table.of(("predicted", "bytes", "compiled", "bytes"), memory_rows(report), (1, 3))
+    compute = Table.of(("predicted", "flops", "compiled", "flops"), compute_rows(report), (1, 3))
     totals = Table.of(("collective", *_SUMS), total_rows(report), range(1, 5))
     layers = Table.of(("layer", *_SUMS), layer_rows(report), range(1, 5), code=(0,))
     depths = Table.of(DEPTH_COLUMNS, depth_rows(report), (0, 2, 3), code=(1,))
@@ -39,6 +41,7 @@ def report_document(report: Report) -> Document:
     missing = _collectives(missing_rows(report), ("layer", "collective", "predicted", "why"))
     sections = (
         ("memory per device", memory),
+        ("computed per device and step", compute),
         ("sent per device and step", totals),
         ("by layer", layers),
         ("depths in the first step", depths),

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from splitjax.display.figures import bytes_text
+from splitjax.display.figures import bytes_text, flops_text
 from splitjax.plan import Collective, beside
 from splitjax.report.attribute import ReportedCollective
 from splitjax.report.table import MIN_FOLD
@@ -71,6 +71,19 @@ def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
     if compiled.peak_bytes is not None:
         rows.append(("", "", "peak by the backend", bytes_text(compiled.peak_bytes)))
     return tuple(rows)
+
+
+def compute_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
+    """Returns the flops per device and step in `report`: (what the plan predicts, its number, what XLA compiled, its
+    number); nothing where nothing is predicted and none are counted."""
+    predicted, compiled = report.compute.predicted, report.compute.compiled
+    if not predicted.ideal_flops and not compiled:
+        return ()
+    beside = "not told by calls into libraries" if compiled is None else flops_text(compiled)
+    return (
+        ("products with weights", flops_text(predicted.flops), "all products", beside),
+        ("an even share of them", flops_text(predicted.ideal_flops), "", ""),
+    )
 
 
 def total_rows(report: Report) -> tuple[tuple[str, ...], ...]:

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from splitjax.display.figures import bytes_text, percent_saved
+from splitjax.display.figures import bytes_text, flops_text, percent_saved
 from splitjax.plan import BoundaryPlan, LayerPlan, LeafPlan, Plan, spec_text
 
 # Fewer repetitions than this are shown by themselves: folding two layers hides more than it saves.
@@ -177,6 +177,8 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
             "rules",
             [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"],
         ),
+        ("warnings", [str(warning) for warning in plan.warnings]),
+        ("compute", _compute(plan)),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
         ("gradient", [_boundary(boundary) for boundary in plan.boundaries if boundary.how != "whole" or boundary.why]),
         ("optimizer", _optimizer(plan)),
@@ -194,6 +196,16 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("notes", list(plan.notes)),
     )
     return tuple((title, tuple(lines)) for title, lines in sections if lines)
+
+
+def _compute(plan: Plan) -> list[str]:
+    compute = plan.compute
+    if not compute.ideal_flops:
+        return []
+    return [
+        f"{flops_text(compute.flops)} per device and step in products with weights, {compute.over_ideal:.2f} times an"
+        " even share"
+    ]
 
 
 def _boundary(boundary: BoundaryPlan) -> str:

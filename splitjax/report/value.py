@@ -17,9 +17,10 @@ from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Memory, Plan, Purpose
+from splitjax.plan import Collective, Compute, Memory, Plan, Purpose
 from splitjax.report.attribute import ReportedCollective, attribute
 from splitjax.report.depths import ReportedDepth, read_depths
+from splitjax.report.products.flops import read_flops
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.parts import CompiledWorkers, read_parts
 from splitjax.trace.graph import Graph
@@ -85,6 +86,21 @@ class ReportMemory:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReportCompute:
+    """Holds flops per device and step; a multiply-add is two.
+
+    **Attributes:**
+
+    - `predicted`: by the plan: products with weights.
+    - `compiled`: of all products and convolutions that XLA compiled, those in loops as often as they run. None where
+      some are calls into a library, which do not say what they compute, and of a step of several programs.
+    """
+
+    predicted: Compute = Compute()
+    compiled: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Total:
     """Sums up collectives. What runs in some steps only (`CompiledCollective.share`) counts for its share.
 
@@ -116,6 +132,7 @@ class Report:
       source line, cause and rule; those that the plan foresaw with their prediction.
     - `missing`: planned collectives that XLA did without.
     - `depths`: how far back each worker differentiates, where that is partial; else none.
+    - `compute`: flops per device and step, predicted and compiled.
     """
 
     step: str
@@ -127,6 +144,7 @@ class Report:
     collectives: tuple[ReportedCollective, ...]
     missing: tuple[Collective, ...]
     depths: tuple[ReportedDepth, ...] = ()
+    compute: ReportCompute = ReportCompute()
 
     @property
     def unplanned(self) -> tuple[ReportedCollective, ...]:
@@ -204,7 +222,16 @@ def make_report(
     collectives, missing = attribute(parts, plan, graph)
     memory = ReportMemory(plan.memory, CompiledMemory.of(compiled))
     return Report(
-        step, plan.mesh, plan.rules, platform, plan.digest, memory, collectives, missing, read_depths(parts, plan)
+        step,
+        plan.mesh,
+        plan.rules,
+        platform,
+        plan.digest,
+        memory,
+        collectives,
+        missing,
+        read_depths(parts, plan),
+        ReportCompute(plan.compute, read_flops(parts)),
     )
 
 
@@ -269,4 +296,5 @@ _JSON = Codec(
         ReportedCollective: Form(_written_collective, _read_collective),
     },
     entries=("collectives", "missing"),
+    unless_empty=("compute",),
 )

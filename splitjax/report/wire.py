@@ -113,6 +113,8 @@ class Instruction:
     - `trip_count`: of a while loop, how often it runs; None where XLA does not write it down.
     - `literal`: of a constant that is a single integer, its value; else None.
     - `direction`: of a comparison: `LT`, `EQ`, ...
+    - `contracted`: of a product, the dims of its first operand that are summed over.
+    - `features`: of a convolution, the dim of its weight that its result keeps.
     """
 
     id: int
@@ -132,6 +134,8 @@ class Instruction:
     trip_count: int | None
     literal: int | None
     direction: str
+    contracted: tuple[int, ...] = ()
+    features: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +226,8 @@ def _instruction(data: bytes, payloads: Sequence[bytes]) -> Instruction:
         trip_count=_trip_count(_config(fields, payloads)) if opcode == "while" else None,
         literal=_integer(message_at(fields, 8)) if opcode == "constant" else None,
         direction=text_at(fields, 63),
+        contracted=numbers_at(message_at(fields, 30), 1) if opcode == "dot" else (),
+        features=number_at(message_at(fields, 16), 4) if opcode == "convolution" else 0,
     )
 
 

@@ -37,6 +37,7 @@ class Assignment:
     - `layers`: in program order.
     - `notes`: lines for the plan.
     - `dead`: names of rules that are the first to match of no parameter.
+    - `unfit`: the parameters that do not lie as their rules would have them first: path -> why.
     """
 
     rules: str  # name of the rule set
@@ -46,6 +47,7 @@ class Assignment:
     layers: tuple[LayerPlan, ...]  # in program order
     notes: tuple[str, ...]
     dead: tuple[str, ...]  # names of rules that are the first to match of no parameter
+    unfit: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def assign(
@@ -118,6 +120,7 @@ def assign(
         tuple(layers),
         tuple(notes),
         dead_rules(rules, decisions),
+        {path: decision.unfit for path, decision in decisions.params.items() if decision.unfit},
     )
 
 

@@ -262,10 +262,21 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
             work.chosen[label] = _Choice(new.get(dim, ()), leaf.path, f"ties with {leaf.path}")
     axes = tuple(work.chosen[hard[dim]].axes if dim in hard else () for dim in range(len(leaf.shape)))
     name = rule.name if rule else None
-    work.done[leaf.path] = ParameterDecision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem)
+    unfit = note if problem == "misfit" else "" if pin is not None else _uneven(work, leaf, rule)
+    work.done[leaf.path] = ParameterDecision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem, unfit)
     if rule.ties == "local" if rule is not None else pin is not None:
         # The axes of a pin go on to the layers that compute with it, as those of a rule do.
         _spread(work, leaf, new if pin is None else {dim: choice.axes for dim, choice in work.given(leaf).items()})
+
+
+def _uneven(work: _Work, leaf: Leaf, rule: Rule | None) -> str:
+    """Says which size keeps a parameter from the first alternative of its rule, where a size does; else ""."""
+    for ref, names in rule.shard[0] if rule is not None and rule.shard else ():
+        axes = work.mesh.meant(names)
+        sizes = {dim: [work.graph.atom_sizes[atom] for atom in leaf.dims[dim]] for dim in candidates(leaf, ref)}
+        if axes and sizes and not any(divides(atoms, work.mesh.size(axes)) for atoms in sizes.values()):
+            return f"{sized_text(work.graph, leaf, next(iter(sizes)))} does not divide by {axes_text(work.mesh, axes)}"
+    return ""
 
 
 def _explain(

@@ -22,6 +22,8 @@ class ParameterDecision:
     - `matched`: the name of the first rule that matches, or None.
     - `problem`: "misfit": the rule matched and no alternative fits; "conflict": a tie outvotes an explicit rule;
       else "".
+    - `unfit`: why it does not lie as its rule would have it first: a size that does not divide, or no alternative that
+      fits; else "".
     """
 
     path: str
@@ -31,6 +33,7 @@ class ParameterDecision:
     note: str
     matched: str | None  # name of the first rule that matches
     problem: str = ""  # "misfit": the rule matched and no alternative fits; "conflict": a tie outvotes an explicit rule
+    unfit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

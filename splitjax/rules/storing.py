@@ -98,7 +98,10 @@ class _Storing:
             note = f"it is not stored over {text}, by which no dim divides that is computed whole"
             decision = self.decided[leaf.path]
             self.decided[leaf.path] = dataclasses.replace(
-                decision, note="; ".join(filter(None, (decision.note, note))), problem=decision.problem or "misfit"
+                decision,
+                note="; ".join(filter(None, (decision.note, note))),
+                problem=decision.problem or "misfit",
+                unfit="; ".join(filter(None, (decision.unfit, note))),
             )
 
     def _placed(self, leaf: Leaf, axes: Axes) -> bool:

@@ -1,0 +1,115 @@
+"""What a plan wastes is said: products that devices repeat, parameters that do not lie as their rules would have
+them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import splitjax
+from splitjax.plan import Plan
+from tests.report.programs import narrow
+
+VOCAB = 1257  # odd, as GPT-2's 50,257
+
+
+def tied_language_model(params, batch):
+    hidden = params["embed"][batch["ids"]]
+    hidden = hidden + jnp.tanh(hidden @ params["up"]) @ params["down"]
+    logits = jax.nn.log_softmax(hidden @ params["embed"].T)
+    return -jnp.mean(jnp.take_along_axis(logits, batch["next"][..., None], -1))
+
+
+def separate_head(params, batch):
+    hidden = jnp.tanh(params["embed"][batch["ids"]] @ params["up"]) @ params["down"]
+    logits = jax.nn.log_softmax(hidden @ params["head"])
+    return -jnp.mean(jnp.take_along_axis(logits, batch["next"][..., None], -1))
+
+
+def sgd(loss):
+    def step(params, batch):
+        value, grads = splitjax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def shapes(**sizes):
+    return {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+
+
+IDS = {name: jax.ShapeDtypeStruct((8, 8), jnp.int32) for name in ("ids", "next")}
+
+
+def planned(loss, params, mesh, rules, **options):
+    return splitjax.parallelize(sgd(loss), mesh=mesh, rules=rules, **options).plan(params, IDS)
+
+
+def test_a_vocabulary_that_does_not_divide_is_a_warning_with_its_size_and_remedy():
+    params = shapes(embed=(VOCAB, 16), up=(16, 32), down=(32, 16))
+    plan = planned(tied_language_model, params, {"data": 2, "model": 4}, "megatron")
+    (warning,) = plan.warnings
+    assert warning.kind == "whole" and warning.ratio == pytest.approx(VOCAB * 16 / (VOCAB * 16 + 1024), abs=1e-4)
+    assert "embed: vocab 1257 does not divide by model=4" in warning.message and warning.remedy
+    assert warning.message[:40] in str(plan).replace("\n          ", " ") and "warnings" in plan._repr_html_()
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.warnings == plan.warnings and again.compute == plan.compute
+    # a size that divides needs no word
+    params = shapes(embed=(VOCAB + 3, 16), up=(16, 32), down=(32, 16))
+    assert planned(tied_language_model, params, {"data": 2, "model": 4}, "megatron").warnings == ()
+
+
+def test_a_pinned_plan_warns_as_it_did_when_it_was_made():
+    params = shapes(embed=(VOCAB, 16), up=(16, 32), down=(32, 16))
+    plan = planned(tied_language_model, params, {"data": 2, "model": 4}, "megatron")
+    pinned = planned(tied_language_model, params, {"data": 2, "model": 4}, "megatron", plan=plan)
+    assert pinned.warnings == plan.warnings and pinned == plan
+
+
+def test_a_hundredth_of_the_parameters_needs_no_warning():
+    params = shapes(embed=(1000, 64), up=(64, 64), down=(64, 64), head=(64, 9))  # the head is 0.8 %
+    plan = planned(separate_head, params, {"data": 2, "model": 4}, "megatron")
+    assert not [warning for warning in plan.warnings if warning.kind == "whole"]
+
+
+def test_a_head_that_stays_whole_is_computed_by_every_device_of_its_group():
+    params = shapes(embed=(VOCAB, 18), up=(18, 32), down=(32, 18), head=(18, VOCAB))
+    step = splitjax.parallelize(sgd(separate_head), mesh={"data": 2, "model": 4}, rules="megatron")
+    plan = step.plan(params, IDS)
+    whole, repeated = (next(w for w in plan.warnings if w.kind == kind) for kind in ("whole", "compute"))
+    assert repeated.ratio == pytest.approx(plan.compute.over_ideal, abs=1e-4) and 3.8 < repeated.ratio < 4
+    assert "model=4" in repeated.message and "head" in repeated.message and "does not divide" in repeated.remedy
+    assert "head" in whole.message
+    compute = step.report(params, IDS).compute
+    assert compute.predicted == plan.compute and compute.compiled == plan.compute.flops
+
+
+def test_layers_that_no_rule_splits_are_a_warning_that_names_them():
+    step, arguments = narrow("resnet18", rules="megatron")
+    (repeated,) = (warning for warning in step.plan(*arguments).warnings if warning.kind == "compute")
+    assert repeated.ratio > 3.9 and "model=4" in repeated.message and "conv" in repeated.message
+
+
+@pytest.mark.parametrize("rules", ["splitbrain", "data_parallel", "fsdp", "megatron"])
+def test_what_is_shared_evenly_is_computed_once_in_the_compiled_step_too(rules):
+    step, arguments = narrow("mlp", rules=rules)
+    report = step.report(*arguments)
+    assert report.compute.predicted.over_ideal == 1
+    assert report.compute.compiled == report.compute.predicted.ideal_flops
+
+
+def test_products_in_a_loop_count_as_often_as_they_run():
+    def loss(params, batch):
+        body = lambda hidden, weight: (jnp.tanh(hidden @ weight), None)
+        return jnp.mean(jax.lax.scan(body, batch @ params["first"], params["stack"])[0] ** 2)
+
+    def step(params, batch):
+        value, grads = splitjax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    batch = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    compute = splitjax.parallelize(step, mesh={"data": 2}).report(shapes(first=(8, 8), stack=(5, 8, 8)), batch).compute
+    product = 2 * (16 // 2) * 8 * 8
+    # forward and for the weight; of the stack for the input, too
+    assert compute.compiled == compute.predicted.flops == product * (2 + 5 * 3)
