@@ -20,9 +20,9 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Compute, Memory, Plan, Purpose
 from splitjax.report.attribute import ReportedCollective, attribute
 from splitjax.report.depths import ReportedDepth, read_depths
-from splitjax.report.products.flops import read_flops
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.parts import CompiledWorkers, read_parts
+from splitjax.report.products.flops import read_flops
 from splitjax.trace.graph import Graph
 
 FORMAT = 1
