@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from splitjax.primitives.register import register_dims, register_primitive
     from splitjax.report.value import Report
     from splitjax.rules import Rule, RuleSet
+    from splitjax.step.kernel import kernel
     from splitjax.step.processes import global_batch
     from splitjax.sync.analysis import Profile
 
@@ -46,6 +47,7 @@ __all__ = [
     "global_batch",
     "grad",
     "initialize",
+    "kernel",
     "parallelize",
     "register_dims",
     "register_primitive",
@@ -62,6 +64,7 @@ _PLACES = {
     "RuleSet": "rules",
     "global_batch": "step.processes",
     "grad": "lower.gradient",
+    "kernel": "step.kernel",
     "register_dims": "primitives.register",
     "register_primitive": "primitives.register",
     "value_and_grad": "lower.gradient",

@@ -16,7 +16,12 @@ from splitjax.primitives.example_question import ExampleRule
 from splitjax.primitives.operation import OperationFacts, Trait
 
 # Primitives that stand for many operations, and the parameter that says which.
-_NAME_PARAMS: Mapping[str, str] = {"pallas_call": "name", "ffi_call": "target_name", "composite": "name"}
+_NAME_PARAMS: Mapping[str, str] = {
+    "pallas_call": "name",
+    "ffi_call": "target_name",
+    "composite": "name",
+    "splitjax_kernel": "name",
+}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(OperationFacts)}
 
 

@@ -17,6 +17,7 @@ from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.transforms import LocalTransform
 from splitjax.plan import Constraint, Spec, SpecEntry
 from splitjax.planning.sites.exchange import Exchange, WeightUse
+from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.scatter import Scatter, Summed
 from splitjax.primitives.walk import Site
@@ -31,6 +32,7 @@ class SiteDecisions:
     - `names`: the layers of products, by site.
     - `convolutions`, `transforms`: convolutions and Fourier transforms that are evaluated device by device.
     - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
+    - `kernels`: kernels of which each device runs its part.
     """
 
     explicit: Sequence[Exchange | Scatter | Summed] = ()
@@ -40,6 +42,7 @@ class SiteDecisions:
     transforms: Sequence[LocalTransform] = ()
     rewrites: Collection[Site] = ()
     guarded: Collection[Site] = ()
+    kernels: Sequence[LocalKernel] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class SiteLayout:
     - `transforms`: Fourier transforms that it is not asked to partition.
     - `rewritten`: operations that are evaluated as others of the same meaning.
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
+    - `kernels`: kernels of which each device runs its part.
     """
 
     by_site: Mapping[Site, tuple[Constraint, ...]] = dataclasses.field(default_factory=dict)
@@ -68,6 +72,7 @@ class SiteLayout:
     transforms: Mapping[Site, LocalTransform] = dataclasses.field(default_factory=dict)
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
+    kernels: Mapping[Site, LocalKernel] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> SiteLayout:
@@ -77,7 +82,7 @@ class SiteLayout:
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
         explicit, convolutions = decided.explicit, decided.convolutions
-        own_sites = (decision.site for decision in (*explicit, *convolutions, *decided.transforms))
+        own_sites = (decision.site for decision in (*explicit, *convolutions, *decided.transforms, *decided.kernels))
         sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
         return cls(
             by_site={site: tuple(here) for site, here in by_site.items()},
@@ -90,6 +95,7 @@ class SiteLayout:
             transforms={transform.site: transform for transform in decided.transforms},
             rewritten=frozenset(decided.rewrites),
             guarded=frozenset(decided.guarded),
+            kernels={kernel.site: kernel for kernel in decided.kernels},
         )
 
     def without(self, manual: Sequence[str]) -> SiteLayout:
