@@ -1,8 +1,8 @@
 """The only place that branches on JAX's version or imports `jax.extend` and `jax._src` (supported: jax>=0.10.2,<0.13).
 
 Everything else in splitjax sees jaxprs, equations and JAX's own state through what is listed here: `jaxprs`,
-`equations`, `sources` (the user's lines), `definition` (of a primitive), `meshes`, `runs` (of several processes) and
-`compiled` (programs).
+`equations`, `sources` (the user's lines), `pallas` (grids of kernels), `definition` (of a primitive), `meshes`, `runs`
+(of several processes) and `compiled` (programs).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from splitjax._compat.jaxprs import close_jaxpr as close_jaxpr
 from splitjax._compat.jaxprs import detach_consts as detach_consts
 from splitjax._compat.jaxprs import drop_unused as drop_unused
 from splitjax._compat.jaxprs import eval_jaxpr as eval_jaxpr
+from splitjax._compat.jaxprs import function_name as function_name
 from splitjax._compat.jaxprs import is_abstract as is_abstract
 from splitjax._compat.jaxprs import is_jaxpr as is_jaxpr
 from splitjax._compat.jaxprs import jaxpr_effects as jaxpr_effects
@@ -52,6 +53,9 @@ from splitjax._compat.meshes import outside_mesh as outside_mesh
 from splitjax._compat.meshes import result_type as result_type
 from splitjax._compat.meshes import vary as vary
 from splitjax._compat.meshes import varying_axes as varying_axes
+from splitjax._compat.pallas import PallasBlock as PallasBlock
+from splitjax._compat.pallas import pallas_grid as pallas_grid
+from splitjax._compat.pallas import smaller_pallas_call as smaller_pallas_call
 from splitjax._compat.runs import backend_started as backend_started
 from splitjax._compat.runs import coordination_client as coordination_client
 from splitjax._compat.runs import coordination_service as coordination_service

@@ -64,6 +64,11 @@ def argument_names(jaxpr: Any) -> tuple[str, ...]:
     return tuple(inner.debug_info.arg_names or ())
 
 
+def function_name(jaxpr: Any) -> str:
+    """Returns the name of the function that was traced to `jaxpr`, as its debug information has it."""
+    return open_jaxpr(jaxpr)[0].debug_info.func_name
+
+
 def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Traces `fun` abstractly, called with `args` and `kwargs`: the closed jaxpr, and the pytree of
     `ShapeDtypeStruct`s of its result."""

@@ -16,6 +16,7 @@ from splitjax.plan import Constraint
 from splitjax.planning.draft import Draft
 from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
+from splitjax.planning.sites.grids import derive_grids
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
 from splitjax.planning.sites.manual import manual_notes
@@ -58,6 +59,7 @@ def constrain(draft: Draft) -> Draft:
     chain = flows(*arguments)
     exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
     kernels = derive_kernels(graph, sharded, mesh)
+    grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
         (*constraints, *pin_gradients(graph, layout.leaves)),
         SiteDecisions(
@@ -68,12 +70,12 @@ def constrain(draft: Draft) -> Draft:
             transforms=[transform for transform in derive_transforms(*arguments) if transform.site in split_sites],
             rewrites=rewritten_sites(graph, mesh),
             guarded=guarded_sites(suspects),
-            kernels=kernels,
+            kernels=(*kernels, *grids),
         ),
     )
     said = (*remedies.notes, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
-    gathered = tuple(f"{op.primitive} at {op.source}" for op in unknown)
+    gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)
     return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(
         *notes
     )

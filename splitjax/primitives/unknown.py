@@ -21,7 +21,7 @@ OPERATIONS.state(
     no_dims="it reads or writes mutable memory, so that its results depend on more than its operands",
 )
 OPERATIONS.state(
-    "pure_callback io_callback ffi_call pallas_call call_exported call_tf",
+    "pure_callback io_callback ffi_call call_exported call_tf",
     no_dims="it runs code that splitjax cannot see; register what it does to dims",
 )
 OPERATIONS.state("after_all", no_dims="it orders side effects and has no dims")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS, qualified_name
 from splitjax.trace.classes import Classes
@@ -18,7 +19,6 @@ def find_foreign(flat: FlatStep, classes: Classes) -> tuple[ForeignCall, ...]:
     def dims(values: Sequence[int]) -> tuple[tuple[Dim, ...], ...]:
         return tuple(classes.dims(v, len(flat.shapes[v])) for v in values)
 
-    foreign = OPERATIONS.with_trait(Trait.FOREIGN)
     return tuple(
         ForeignCall(
             qualified_name(op.primitive, op.params),
@@ -28,7 +28,8 @@ def find_foreign(flat: FlatStep, classes: Classes) -> tuple[ForeignCall, ...]:
             dims(op.inputs),
             dims(op.outputs),
             op.editable,
+            next((call for call in op.calls if kind_of(call) is CallKind.RULE), None),
         )
         for op in flat.ops
-        if op.primitive in foreign
+        if op.eqn is not None and OPERATIONS.of(op.primitive, op.params).has(Trait.FOREIGN)
     )

@@ -208,6 +208,7 @@ class ForeignCall:
     - `eqn`: its equation.
     - `operand_dims`, `result_dims`: the dims of every operand and of every result.
     - `editable`: whether lowering can reach it: it does not stand inside a custom derivative rule.
+    - `rule`: the equation of the outermost function with such a rule that it stands in; None for none.
     """
 
     primitive: str
@@ -217,6 +218,7 @@ class ForeignCall:
     operand_dims: tuple[tuple[Dim, ...], ...]
     result_dims: tuple[tuple[Dim, ...], ...]
     editable: bool
+    rule: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+import splitjax
 
 _KEYS = itertools.count()
 
@@ -76,6 +79,18 @@ floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt squ
 """.split()
 BINARY = "add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub igamma igammac zeta".split()
 INTEGER = ["and", "or", "xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "mulhi"]
+
+
+def by_rows(x, y):
+    """A Pallas call with a grid dim for each dim of `x`."""
+
+    def kernel(x_ref, y_ref, out_ref):
+        out_ref[...] = x_ref[...] * y_ref[...]
+
+    each, row = pl.BlockSpec((1, 1), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (j,))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, shape, grid=x.shape, in_specs=[each, row], out_specs=each, interpret=True)(x, y)
+
 
 PROGRAMS: dict[str, tuple[Callable, tuple]] = {
     "elementwise one operand": (lambda x: [getattr(lax, name)(x) for name in UNARY], (positive(2, 3),)),
@@ -452,5 +467,13 @@ PROGRAMS: dict[str, tuple[Callable, tuple]] = {
             lax.composite(lambda v: v * 2, name="twice.it")(x),
         ],
         (normal(2, 3),),
+    ),
+    "kernels": (
+        lambda x, y, w: [
+            splitjax.kernel(lambda x, w: jnp.tanh(x @ w), "b i, i o -> b o")(x, w),
+            splitjax.kernel(lambda x: x / x.sum(-1, keepdims=True), "b i -> b i", whole="i")(x),
+            by_rows(x, y),
+        ],
+        (normal(4, 3), normal(3), normal(3, 5)),
     ),
 }

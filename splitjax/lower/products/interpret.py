@@ -19,7 +19,7 @@ from splitjax import _compat
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
-from splitjax.lower.products.local_kernel import evaluate_kernel
+from splitjax.lower.products.local_kernel import evaluate_grid, evaluate_kernel
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.rebuilding import REBUILD
 from splitjax.lower.products.rewrites import rewritten
@@ -33,6 +33,7 @@ from splitjax.planning.sites.scatter import Summed
 from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, kind_of
+from splitjax.primitives.foreign.grids import PALLAS
 from splitjax.primitives.foreign.wrapped import KERNEL
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody
 from splitjax.primitives.walk import Site, holds_boundary
@@ -163,8 +164,9 @@ def _placed(
         results = evaluate_local(layout.sites.convolutions[site], eqn, values, layout.where)
     if results is None and site in layout.sites.transforms and eqn.primitive.name == "fft":
         results = evaluate_transform(layout.sites.transforms[site], eqn, values, layout.where)
-    if results is None and site in layout.sites.kernels and eqn.primitive.name == KERNEL:
-        results = evaluate_kernel(layout.sites.kernels[site], eqn, values, layout.where)
+    if results is None and site in layout.sites.kernels and eqn.primitive.name in (KERNEL, PALLAS):
+        run = evaluate_kernel if eqn.primitive.name == KERNEL else evaluate_grid
+        results = run(layout.sites.kernels[site], eqn, values, layout.where)
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)

@@ -1,8 +1,9 @@
-"""Evaluates kernels that are kept whole (`splitjax.kernel`): each device runs them on its part, in a `shard_map`.
+"""Evaluates kernels: each device runs them on its part, in a `shard_map`.
 
-A kernel's equation and the mesh axes of its labels come in (`planning.sites.kernels`), its results come out,
-differentiable, with the numbers of one device. Every mesh axis is manual inside: a kernel for a TPU cannot stand where
-one is left to XLA. Backward, gradients of operands that lack a split label are summed over its axes.
+The equation of a kernel that is kept whole (`splitjax.kernel`), or of a `pallas_call`, and the mesh axes of its labels
+come in (`planning.sites.kernels`, `planning.sites.grids`); its results come out, with the numbers of one device. Every
+mesh axis is manual inside: a kernel for a TPU cannot stand where one is left to XLA. In the backward pass of a kernel
+that is kept whole, gradients of operands that lack a split label are summed over its axes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.primitives.dims import Label, Labels
+from splitjax.primitives.foreign.grids import grid_label, pallas_call
 from splitjax.primitives.foreign.wrapped import KernelDims
 from splitjax.step.kernel import with_derivative
 
@@ -81,6 +84,28 @@ def evaluate_kernel(kernel: LocalKernel, eqn: Any, operands: Sequence[jax.Array]
     types = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in operands]
     runner = _Runner(_dividing(kernel, eqn, types, where), where)
     return list(with_derivative(eqn.params, types, runner.run)(*operands))
+
+
+def evaluate_grid(kernel: LocalKernel, eqn: Any, operands: Sequence[jax.Array], where: MeshContext) -> list[Any]:
+    """Evaluates a `pallas_call` device by device, with a smaller grid, and returns its results. Arguments are as for
+    `evaluate_kernel`."""
+    left, mesh = where.left(where.mesh.axis_names), MeshShape.of(where.mesh)
+    if not left or mesh.num_devices == 1:
+        return _compat.bind_equation(eqn, operands)
+    sizes = _compat.pallas_grid(eqn.params).sizes
+    split: dict[Label, Axes] = {}
+    factors: dict[int, int] = {}
+    for dim, size in enumerate(sizes):
+        axes = where.left(kernel.split.get(grid_label(dim), ()))
+        if axes and size is not None and size % mesh.size(axes) == 0:
+            split[grid_label(dim)], factors[dim] = axes, mesh.size(axes)
+    runner = _Runner(split, where)
+    shapes = [[tuple(v.aval.shape) for v in side] for side in (eqn.invars, eqn.outvars)]
+    labels = pallas_call(shapes[0], shapes[1], eqn.params)
+    specs = [tuple(runner.spec(each) for each in side) for side in (labels.inputs, labels.outputs)]
+    smaller = _compat.smaller_pallas_call(eqn, factors)
+    local = lambda *parts: _compat.bind_equation(smaller, parts)
+    return list(where.shard_map(local, where.mesh.axis_names, specs[0], list(specs[1]))(*operands))
 
 
 def _dividing(

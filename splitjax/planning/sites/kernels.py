@@ -40,7 +40,7 @@ def derive_kernels(graph: Graph, sharded: ShardedDims, mesh: MeshShape) -> tuple
     for call in _kernels(graph):
         if call.editable:
             fitted, dims = _fitted(call)
-            kernels.append(LocalKernel(call.site, _split(call, fitted, dims.may_split(fitted), sharded, mesh)))
+            kernels.append(LocalKernel(call.site, split_labels(call, fitted, dims.may_split(fitted), sharded, mesh)))
         elif mesh.num_devices > 1 and sharded.reaches((*call.operand_dims, *call.result_dims), call.site):
             raise PlanError(
                 "a kernel that is kept whole stands inside a function with a derivative rule of its own, and something"
@@ -85,11 +85,12 @@ def _fitted(call: ForeignCall) -> tuple[DimMap, KernelDims]:
     return dims.fitted(*shapes), dims
 
 
-def _split(
+def split_labels(
     call: ForeignCall, fitted: DimMap, labels: Sequence[Label], sharded: ShardedDims, mesh: MeshShape
 ) -> dict[Label, Axes]:
-    """Chooses the axes of each label: what splits its dim class. Examples take what others leave, as crossings bring
-    them where split layers want them."""
+    """Chooses the axes of `labels`, those of what `fitted` has for `call` along which it may run on parts: what splits
+    their dim classes on `mesh`. Examples take what others leave, as crossings bring them where split layers want
+    them."""
     dims = {label: list(_dims_of(call, fitted, label)) for label in labels}
     is_example = {label: any(sharded.graph.is_example(dim) for dim, _ in found) for label, found in dims.items()}
     taken: set[str] = set()

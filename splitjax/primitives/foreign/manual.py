@@ -72,6 +72,7 @@ class _Flow:
         if operation.dims is not None:
             dim_map = operation.dims(*shapes, eqn.params)
             self.mixes = self.mixes or dim_map.mixing
+            self.hides = self.hides or operation.has(Trait.FOREIGN)
             self._label([*values, *results], [*dim_map.inputs, *dim_map.outputs], [*shapes[0], *shapes[1]])
         elif operation.has(Trait.COLLECTIVE) or eqn.primitive.name in _MARKS:
             # a dim that is gathered, scattered or exchanged changes its size; the others stay what they are
