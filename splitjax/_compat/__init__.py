@@ -13,6 +13,7 @@ from splitjax._compat.definition import define_primitive as define_primitive
 from splitjax._compat.equations import bind_equation as bind_equation
 from splitjax._compat.equations import context_mesh as context_mesh
 from splitjax._compat.equations import equation_context as equation_context
+from splitjax._compat.equations import has_ordered_effects as has_ordered_effects
 from splitjax._compat.equations import has_positional_bits as has_positional_bits
 from splitjax._compat.equations import hidden_body as hidden_body
 from splitjax._compat.equations import moved_equation as moved_equation

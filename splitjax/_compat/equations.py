@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import source_info_util
+from jax._src import effects, source_info_util
 from jax.extend import random as jax_random
 from jax.extend.core import Literal
 
@@ -51,6 +51,11 @@ def rebind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Binds `eqn` to new `operands` under its own source line, name stack and settings, as `eval_jaxpr` does."""
     with equation_context(eqn):
         return bind_equation(eqn, operands)
+
+
+def has_ordered_effects(eqn: Any) -> bool:
+    """Returns whether `eqn` has a side effect that JAX runs in the order of the program."""
+    return any(effects.ordered_effects.contains(effect) for effect in eqn.effects)
 
 
 def context_mesh(eqn: Any) -> Any:

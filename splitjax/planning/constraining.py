@@ -14,6 +14,7 @@ from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
 from splitjax.plan import Constraint
 from splitjax.planning.draft import Draft
+from splitjax.planning.sites.callbacks import gather_callbacks
 from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
 from splitjax.planning.sites.grids import derive_grids
@@ -29,6 +30,7 @@ from splitjax.planning.sites.remedies import (
 )
 from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
 from splitjax.planning.sites.sharded_dims import ShardedDims
+from splitjax.primitives.foreign.callbacks import CALLBACKS
 from splitjax.trace.graph import Unknown
 
 
@@ -42,7 +44,11 @@ def constrain(draft: Draft) -> Draft:
     by_path = {leaf.path: leaf for leaf in layout.leaves}
     constraints = derive_constraints(graph, by_path, mesh, layout.batch_axes)
     sharded = ShardedDims.of(graph, layout.leaves, layout.batch_axes)
-    unknown = [op for op in graph.unknown if sharded.reaches((*op.operand_dims, *op.result_dims), op.site)]
+    unknown = [
+        op
+        for op in graph.unknown
+        if op.primitive not in CALLBACKS and sharded.reaches((*op.operand_dims, *op.result_dims), op.site)
+    ]
     if unknown and draft.request.unknown == "error":
         raise _unknown_error(unknown[0])
     around = tuple(
@@ -54,7 +60,8 @@ def constrain(draft: Draft) -> Draft:
     convolutions = derive_convolutions(*arguments)
     suspects = reached_suspects(graph, mesh, sharded, convolutions)
     remedies = apply_remedies(suspects, graph)
-    constraints = (*constraints, *around, *remedies.constraints)
+    calls, called = gather_callbacks(graph, sharded, mesh)
+    constraints = (*constraints, *around, *remedies.constraints, *calls)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
     chain = flows(*arguments)
     exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
@@ -73,7 +80,7 @@ def constrain(draft: Draft) -> Draft:
             kernels=(*kernels, *grids),
         ),
     )
-    said = (*remedies.notes, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
+    said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)
     return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(

@@ -166,7 +166,7 @@ def _placed(
         results = evaluate_transform(layout.sites.transforms[site], eqn, values, layout.where)
     if results is None and site in layout.sites.kernels and eqn.primitive.name in (KERNEL, PALLAS):
         run = evaluate_kernel if eqn.primitive.name == KERNEL else evaluate_grid
-        results = run(layout.sites.kernels[site], eqn, values, layout.where)
+        results = run(layout.sites.kernels[site], eqn, values, layout.where.here())
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)
@@ -200,7 +200,7 @@ def _pin(layout: StepLayout, site: Site, values: list[Any], results: bool) -> li
         position = -1 - constraint.operand if results else constraint.operand
         # rows of a table have a layout of their own
         if (constraint.operand < 0) == results and not isinstance(values[position], Rows):
-            mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
+            mesh = jax.sharding.get_abstract_mesh() if layout.where.here().manual else layout.mesh
             sharding = named_sharding(mesh, constraint.spec)
             values[position] = jax.lax.with_sharding_constraint(values[position], sharding)
     return values

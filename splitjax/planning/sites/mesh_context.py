@@ -28,6 +28,12 @@ class MeshContext:
         """The platform of the devices, such as `cpu`."""
         return platform_of(self.mesh)
 
+    def here(self) -> MeshContext:
+        """Returns the context in which an operation is evaluated now: what stands before and behind a loop over
+        microbatches has the loop's context, and no `shard_map` around it."""
+        inside = set(self.manual) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+        return self if inside else MeshContext(self.mesh)
+
     def left(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes` that no surrounding `shard_map` handles, in their order."""
         return tuple(axis for axis in axes if axis not in self.manual)

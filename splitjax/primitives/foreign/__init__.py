@@ -1,9 +1,9 @@
-"""What operations do whose code splitjax does not partition itself: a user's own `shard_map`, Pallas calls, and kernels
-that are kept whole.
+"""What operations do whose code splitjax does not partition itself: a user's own `shard_map`, Pallas calls, kernels
+that are kept whole, callbacks.
 
 Importing the package states their dim rules in the table of operations.
 """
 
-from splitjax.primitives.foreign import grids, manual, wrapped
+from splitjax.primitives.foreign import callbacks, grids, manual, wrapped
 
-__all__ = ["grids", "manual", "wrapped"]
+__all__ = ["callbacks", "grids", "manual", "wrapped"]
