@@ -18,6 +18,7 @@ from splitjax.runtime.launch.initialize import initialize, join_launched
 if TYPE_CHECKING:
     from splitjax import data as data
     from splitjax import equinox as equinox
+    from splitjax import jax_kernels as jax_kernels
     from splitjax import models as models
     from splitjax import nnx as nnx
     from splitjax import schedule as schedule
@@ -75,6 +76,7 @@ _SUBMODULES = (
     "data",
     "display",
     "equinox",
+    "jax_kernels",
     "kernels",
     "lower",
     "measure",
@@ -110,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "data", "equinox", "errors", "models", "nnx", "schedule", "sync"])
+    return sorted([*__all__, "data", "equinox", "errors", "jax_kernels", "models", "nnx", "schedule", "sync"])

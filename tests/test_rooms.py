@@ -65,6 +65,7 @@ ROOMS = (
     "_nnx_gradient",
     "equinox",
     "nnx",
+    "jax_kernels",
     "runtime.launch",
     "runtime.checkpoint",
     "runtime.training",

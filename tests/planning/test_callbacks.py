@@ -60,8 +60,14 @@ def calls(seen):
     return {"pure_callback": pure, "io_callback": with_effect, "debug_callback": debug}
 
 
-@pytest.mark.parametrize("kind", ["pure_callback", "io_callback", "debug_callback"])
-@pytest.mark.parametrize("differentiate", [splitjax.value_and_grad, jax.value_and_grad])
+@pytest.mark.parametrize(
+    ("kind", "differentiate"),
+    [
+        ("pure_callback", splitjax.value_and_grad),
+        ("io_callback", jax.value_and_grad),
+        ("debug_callback", splitjax.value_and_grad),
+    ],
+)
 def test_what_it_reads_is_gathered(kind, differentiate, data):
     seen = []
     call = calls(seen)[kind]

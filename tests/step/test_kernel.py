@@ -64,8 +64,17 @@ def close(got, expected):
 RULES = ["data_parallel", "megatron", "fsdp"]
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("how", ["boundary", "plain", "microbatches"])
+FIRST = {("boundary", "megatron"), ("plain", "data_parallel"), ("microbatches", "fsdp"), ("microbatches", "megatron")}
+
+
+@pytest.mark.parametrize(
+    ("how", "rules"),
+    [
+        pytest.param(how, rules, marks=() if (how, rules) in FIRST else pytest.mark.slow)
+        for how in ("boundary", "plain", "microbatches")
+        for rules in RULES
+    ],
+)
 def test_numbers_are_those_of_one_device(rules, how, data, expected):
     options = {
         "boundary": {},
@@ -176,6 +185,20 @@ def test_layers_in_a_scan_that_are_computed_again(data):
     step = splitjax.parallelize(train(loss_fn), mesh={"data": 2, "model": 2}, rules="megatron", donate=False)
     assert any("h over model" in note for note in step.plan(params, data[1]).notes)
     close(step(params, data[1]), expected)
+
+
+def test_of_weights_alone_it_runs_before_the_microbatches(data):
+    squashed = splitjax.kernel(lambda w: jnp.tanh(w) * w, "f h d -> f h d", whole="f d")
+
+    def loss_fn(params, batch):
+        hidden = jnp.einsum("bsf,fhd->bshd", batch["x"], squashed(params["q"]))
+        return ((jnp.einsum("bshd,hdf->bsf", hidden, params["out"]) - batch["y"]) ** 2).mean()
+
+    params = {name: data[0][name] for name in ("q", "out")}
+    expected = jax.jit(train(loss_fn, differentiate=jax.value_and_grad))(params, data[1])
+    for rules, mesh in (("data_parallel", {"data": 2}), ("megatron", {"data": 2, "model": 2})):
+        step = splitjax.parallelize(train(loss_fn, microbatches=2), mesh=mesh, rules=rules, donate=False)
+        close(step(step.place(params, example=(data[1],)), data[1]), expected)
 
 
 def test_under_an_explicit_mesh(data, expected):
