@@ -123,6 +123,16 @@ class MeshShape:
         `MeshError` for an axis that the mesh lacks."""
         return self.present(self.roles.resolve(names))
 
+    def dividing(self, axes: Sequence[str], size: int) -> tuple[str, ...]:
+        """Returns those of `axes`, in their order, over whose devices a dim of this `size` can lie in equal parts: the
+        most devices, and among as many the first axes."""
+        best: tuple[str, ...] = ()
+        for chosen in range(1, 1 << len(axes)):
+            some = tuple(axis for i, axis in enumerate(axes) if chosen >> i & 1)
+            if size % self.size(some) == 0 and self.size(some) > self.size(best):
+                best = some
+        return best
+
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns `axes`, which split a dim together, in the order in which XLA can be trusted with them.
 

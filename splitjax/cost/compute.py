@@ -35,11 +35,8 @@ def split_axes(graph: Graph, flow: WeightFlow, mesh: MeshShape, batch_axes: Axes
     computes the same. The arguments are those of `predict_compute`."""
     use, own = flow.use, mesh.present(flow.axes)
     examples = _num_examples(graph, (*use.data_dims, *use.out_dims))
-    shared: Axes = ()
-    for axis in mesh.present([axis for axis in batch_axes if axis not in own]):
-        # What does not divide is not counted as split: XLA would fill it up, if it splits it at all.
-        if examples % mesh.size((*shared, axis)) == 0:
-            shared = (*shared, axis)
+    # What does not divide is not counted as split: XLA would fill it up, if it splits it at all.
+    shared = mesh.dividing([axis for axis in batch_axes if axis not in own], examples)
     return mesh.in_order((*own, *shared))
 
 

@@ -291,7 +291,7 @@ def _check_batch(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> 
     """Raises `BatchError` where the batch, or a batch argument, does not divide by the axes that split it."""
     num = mesh.size(batch_axes)
     sizes = {"the batch": graph.num_examples} if graph.num_examples is not None else {}
-    sizes |= {leaf.path: leaf.shape[0] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
+    sizes |= {leaf.path: leaf.shape[leaf.example_dim] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
     for place, size in sizes.items():
         if size % num == 0:
             continue
@@ -311,8 +311,8 @@ def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, batch_axes: tuple
         decision = decisions.params[leaf.path]
         spec, rule, note = tuple(spec_entry(axes) for axes in decision.axes), decision.rule, decision.note
     elif leaf.role == "batch":
-        rest = (None,) * (len(leaf.shape) - 1)
-        spec, rule = ((spec_entry(batch_axes), *rest) if leaf.shape else ()), "batch"
+        spec = tuple(spec_entry(batch_axes) if dim == leaf.example_dim else None for dim in range(len(leaf.shape)))
+        rule = "batch"
     elif leaf.role == "input":
         spec, rule = (None,) * len(leaf.shape), "input"
     else:

@@ -266,8 +266,10 @@ def _scan(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
     loop = flat.loop()
     inside = where.into_loop(0, loop, trips=eqn.params["length"])
     carry = _enter(flat, init, [v.aval for v in inner.carry], inside, loop)
+    first = len(operands) - len(scanned)
     slices = [
-        flat.emit("_scan_in", [outer], [var.aval], inside)[0] for outer, var in zip(scanned, inner.xs, strict=True)
+        flat.emit("_scan_in", [outer], [var.aval], inside, params={"operand": first + number})[0]
+        for number, (outer, var) in enumerate(zip(scanned, inner.xs, strict=True))
     ]
     results = flat.walk(eqn.params["jaxpr"], [*consts, *carry, *slices], inside)
     _carry_back(flat, results[:num_carry], carry, inside)

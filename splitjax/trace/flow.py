@@ -14,6 +14,7 @@ from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.classes import Atoms
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
+from splitjax.trace.stepping import find_stepping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,11 @@ class ValueFacts:
         return self.carrying[value] or self.effect[value] is not None
 
 
+def batch_values(flat: FlatStep, arguments: Sequence[Argument]) -> list[int]:
+    """Returns the values of the batch arguments of `flat` that have dims; `arguments` has an entry per flat argument."""
+    return [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch and flat.shapes[v]]
+
+
 def example_labels(
     flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: Sequence[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
@@ -74,12 +80,14 @@ def example_labels(
     - `atoms`: the atoms of all dims.
     - `soft`: per atom the label of its soft class.
 
-    **Returns** the labels of whole batches (the leading dims of batch arguments, and what whole batches are joined
-    to), and those of parts of a batch.
+    **Returns** the labels of whole batches (the leading dims of batch arguments, without what loops around the gradient
+    count, and what whole batches are joined to), and those of parts of a batch.
     """
-    batch = [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch and flat.shapes[v]]
-    whole = {soft[a] for v in batch for a in atoms.dim(v, 0)}
-    num = flat.shapes[batch[0]][0] if batch else 0
+    batch = batch_values(flat, arguments)
+    stepping = find_stepping(flat, batch, atoms, soft)
+    places = list(zip(batch, stepping.example_dims, strict=True))
+    whole = {soft[a] for v, dim in places for a in atoms.dim(v, dim)} - stepping.turns
+    num = flat.shapes[batch[0]][stepping.example_dims[0]] if batch else 0
     if num < 2:
         return frozenset(whole), frozenset()
     parts: set[int] = set()

@@ -43,6 +43,7 @@ class Leaf:
     - `dim_names`: per dim "in", "out", "vocab", "features", "height", "width", "expert", "stack", ... or None.
     - `layer`: for a parameter, the layer that uses it.
     - `follows`: for optimizer state, the path of its parameter.
+    - `example_dim`: for a batch, the dim that holds examples: 1 where the first counts steps or microbatches of a loop.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Leaf:
     dim_names: tuple[str | None, ...] = ()
     layer: str | None = None
     follows: str | None = None
+    example_dim: int = 0
 
     @property
     def size(self) -> int:
@@ -161,6 +163,19 @@ class Gradient:
     result: int
     param: str
     shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScannedBatch:
+    """Describes what a loop around the gradient scans: its microbatches, or the batches of its steps.
+
+    - `site`, `operand`: of the scan, and the operand's position.
+    - `dims`: of the operand; the first counts the loop's turns.
+    """
+
+    site: tuple[int, ...]
+    operand: int
+    dims: tuple[Dim, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +326,8 @@ class Graph:
     - `atom_sizes`: the size of every atom.
     - `hard`, `local`, `soft`: per atom the label of its class of that strength.
     - `example_atoms`: atoms that are (part of) the example dim.
-    - `num_examples`: the size of the example dim; None where no batch argument has one.
+    - `num_examples`: the size of the example dim; None where no batch argument has one, or where they disagree (the
+      nodes and the edges of graphs).
     - `num_boundaries`: how many splitjax.value_and_grad equations the step holds.
     - `flops`: forward flops of all layers.
     - `activation_bytes`: bytes of forward values that a backward pass may keep alive, for the whole batch.
@@ -320,6 +336,7 @@ class Graph:
     - `gradients`: gradients of parameters, by every boundary.
     - `spreads`: where parameters meet every example alike, in program order.
     - `tables`: parameters that rows are looked up in.
+    - `scanned`: what loops around the gradient scan and holds examples.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
 
     Iterating over a graph gives its layers.
@@ -343,6 +360,7 @@ class Graph:
     gradients: tuple[Gradient, ...] = ()
     spreads: tuple[Spread, ...] = ()
     tables: tuple[LookupTable, ...] = ()
+    scanned: tuple[ScannedBatch, ...] = ()
     foreign: tuple[ForeignCall, ...] = ()
 
     @functools.cached_property

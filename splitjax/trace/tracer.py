@@ -17,14 +17,15 @@ from splitjax.primitives.table import OPERATIONS, qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
-from splitjax.trace.flow import Argument, ValueFacts, analyse, example_labels, is_floating
+from splitjax.trace.flow import Argument, ValueFacts, analyse, batch_values, example_labels, is_floating
 from splitjax.trace.foreign import find_foreign
-from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, Spread, Unknown, Use, itemsize
+from splitjax.trace.graph import Dim, Gradient, Graph, Leaf, ScannedBatch, Spread, Unknown, Use, itemsize
 from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
 from splitjax.trace.state import fallback_ties, follow
+from splitjax.trace.stepping import Stepping, find_stepping
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
 from splitjax.trace.uses import RawUse, find_uses, weight_sources
@@ -79,10 +80,16 @@ def _assemble(
     uses = find_uses(flat, linked, flow, sources)
     dim_names = name_dims(flat, linked, flow, uses, sources)
     names, norms = group_params(arguments, KnownValues(flat, flow, linked, sources), uses, classes, dim_names)
-    leaves = follow(
-        [_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))], classes
-    )
-    batch = [flat.shapes[v][0] for v, g in zip(flat.inputs, arguments, strict=True) if g.is_batch and flat.shapes[v]]
+    batch = batch_values(flat, arguments)
+    stepping = find_stepping(flat, batch, classes.atoms, classes.labels[Strength.SOFT])
+    example_dims = dict(zip(batch, stepping.example_dims, strict=True))
+    traced = [_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))]
+    traced = [
+        dataclasses.replace(leaf, example_dim=example_dims.get(value, 0))
+        for leaf, value in zip(traced, flat.inputs, strict=True)
+    ]
+    leaves = follow(traced, classes)
+    sizes = {flat.shapes[value][dim] for value, dim in example_dims.items()}
     products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
     example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
     return Graph(
@@ -95,7 +102,7 @@ def _assemble(
         local=classes.labels[Strength.LOCAL],
         soft=classes.labels[Strength.SOFT],
         example_atoms=example_atoms,
-        num_examples=batch[0] if batch else None,
+        num_examples=sizes.pop() if len(sizes) == 1 else None,
         num_boundaries=flat.num_boundaries,
         flops=sum(use.flops for use in uses if not use.backward),
         activation_bytes=_activation_bytes(flat, flow),
@@ -103,7 +110,18 @@ def _assemble(
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
         foreign=find_foreign(flat, classes),
+        scanned=tuple(_scanned(flat, classes, stepping)),
     )
+
+
+def _scanned(flat: FlatStep, classes: Classes, stepping: Stepping) -> Iterator[ScannedBatch]:
+    """Yields what loops around the gradient scan, and that holds examples behind the dim that they count."""
+    soft = classes.labels[Strength.SOFT]
+    for op in flat.ops:
+        if op.primitive == "_scan_in" and op.editable:
+            dims = classes.dims(op.inputs[0], len(flat.shapes[op.inputs[0]]))
+            if dims[0] and stepping.turns.issuperset(soft[atom] for atom in dims[0]):
+                yield ScannedBatch(op.site[:-1], op.params["operand"], dims)
 
 
 _JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_in_dim"})

@@ -19,10 +19,11 @@ All go by dim class: a dim is an example dim if its leading atom is, wherever it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
+from splitjax.rules.match import divides
 from splitjax.trace.graph import Dim, Graph, Use
 
 FREE = "?"
@@ -58,7 +59,18 @@ def derive_constraints(
                 constraints.append(
                     Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker")
                 )
-    return tuple(constraints)
+    return (*_scanned(graph, mesh, batch_axes), *constraints)
+
+
+def _scanned(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> Iterator[Constraint]:
+    """Yields the constraints of what loops around the gradient scan: turns of a loop run on all devices, so that the
+    examples of each turn are split, and the dim that counts the turns is not."""
+    for scanned in graph.scanned:
+        spec = example_spec(graph, scanned.dims, batch_axes)
+        examples = next((dim for dim in scanned.dims if graph.is_example(dim)), ())
+        if spec is not None and divides([graph.atom_sizes[atom] for atom in examples], mesh.size(batch_axes)):
+            why = f"a loop around the gradient: the examples of every turn over {_text(batch_axes)}"
+            yield Constraint(scanned.site, scanned.operand, (None, *spec[1:]), "", why)
 
 
 def place_batches(
@@ -95,7 +107,7 @@ def place_batches(
             return leaf
         return dataclasses.replace(
             leaf,
-            spec=(entry, *leaf.spec[1:]),
+            spec=tuple(entry if axes else None for axes in leaf.spec),
             rule="batch (of split layers)",
             bytes_per_device=leaf.whole_bytes(mesh) // mesh.size(rest),
         )

@@ -1,0 +1,72 @@
+"""Finds the loops around the gradient: loops over microbatches that a step writes by hand, and several steps in one.
+
+A flat step and the classes of its dims go in; out comes which dims of the batch count such a loop's turns, and where
+the examples lie then. It exists because these dims look like examples: they are the leading dims of the batch, and of
+what is made of it. Split over devices they would be useless, since a loop's turns run one after the other on all of
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from splitjax.trace.classes import Atoms
+from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepping:
+    """Says how the loops around the gradient read the batch.
+
+    - `turns`: soft labels of the dims that count turns of these loops.
+    - `example_dims`: of each batch value, the dim that holds its examples: the first one that is not counted away.
+    """
+
+    turns: frozenset[int]
+    example_dims: tuple[int, ...]
+
+
+def find_stepping(flat: FlatStep, batch: Sequence[int], atoms: Atoms, soft: Sequence[int]) -> Stepping:
+    """Finds the dims of the batch that loops around the gradient count.
+
+    **Arguments:** `flat`: the flat step. `batch`: its batch values that have dims. `atoms`: the atoms of all dims.
+    `soft`: per atom the label of its soft class.
+
+    A loop is around the gradient if its body takes one: it holds a gradient boundary, or a forward and a backward pass;
+    a loop that is differentiated as a whole has its passes in two loops. Where no examples would be left in some batch
+    value (a loop over single examples), or values would disagree on their number behind a dim that is all turns,
+    nothing is counted away: what the loop reads are examples then.
+    """
+    nothing = Stepping(frozenset(), (0,) * len(batch))
+    loops = _around_gradients(flat)
+    if not loops:
+        return nothing
+    slices = [op for op in flat.ops if op.primitive == "_scan_in" and op.loops[-1] in loops]
+    turns: set[int] = set()
+    dims = [0] * len(batch)
+    while True:
+        examples = {soft[a] for value, dim in zip(batch, dims, strict=True) for a in atoms.dim(value, dim)} - turns
+        counted = {soft[a] for op in slices for a in atoms.dim(op.inputs[0], 0)} & examples
+        if not counted:
+            break
+        turns |= counted
+        for number, value in enumerate(batch):
+            # A dim that turns leave nothing of hands its role to the next one.
+            if turns.issuperset(soft[a] for a in atoms.dim(value, dims[number])):
+                dims[number] += 1
+                if dims[number] == len(flat.shapes[value]):
+                    return nothing
+    moved = {flat.shapes[value][dim] for value, dim in zip(batch, dims, strict=True) if dim}
+    return Stepping(frozenset(turns), tuple(dims)) if turns and len(moved) < 2 else nothing
+
+
+def _around_gradients(flat: FlatStep) -> frozenset[int]:
+    """Returns the loops in whose body a gradient is taken."""
+    phases: dict[int, set[str]] = {}
+    for op in flat.ops:
+        found = (FORWARD, BACKWARD) if op.primitive == "_gradient" else (op.phase,)
+        if not op.inside:
+            for loop in op.loops:
+                phases.setdefault(loop, set()).update(found)
+    return frozenset(loop for loop, found in phases.items() if {FORWARD, BACKWARD} <= found)
