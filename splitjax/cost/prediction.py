@@ -300,7 +300,10 @@ def _sent_by_leaf(structure: StepStructure, weight: Weight | None, setting: Sett
     if weight is None:
         return ()
     layer = structure.names.get(weight.leaf.path, weight.leaf.path)
-    return sent_by(layer, gradient_events(weight, setting), setting.mesh, manner.backward)
+    # In a loop around the gradient all of it is sent in every turn.
+    turns = structure.graph.leaf(weight.leaf.path).turns
+    events = ((op, axes, turns * size, purpose) for op, axes, size, purpose in gradient_events(weight, setting))
+    return sent_by(layer, events, setting.mesh, manner.backward)
 
 
 def _weight(

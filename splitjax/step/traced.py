@@ -116,7 +116,7 @@ def trace_step(
         matched = match_states(step.options, bound, result) if step.returns_state else {}
     retrace = lambda leaves: trace(leaves)[0]
     graph = build_graph(jaxpr, bound.arguments, matched)
-    resized = resized_trace(bound, retrace)
+    resized = resized_trace(bound, retrace, [leaf.example_dim for leaf in graph.leaves])
     return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))
 
 
@@ -257,11 +257,11 @@ def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None) -> Cal
     return run
 
 
-def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
+def resized_trace(bound: Bound, retrace: Retrace, example_dims: Sequence[int]) -> Resized:
     """Returns a function that traces the step with another number of examples: number -> closed jaxpr.
 
     **Arguments:** `bound`: the call of the step: its arguments, and which of them are the batch. `retrace`: as
-    `Traced.retrace`.
+    `Traced.retrace`. `example_dims`: of every leaf, the dim that holds examples if it is a batch.
 
     The function remembers what it traced, and returns a refusal where the step cannot be traced.
     """
@@ -269,10 +269,14 @@ def resized_trace(bound: Bound, retrace: Retrace) -> Resized:
     @functools.cache
     def resized(num_examples: int) -> _compat.ClosedJaxpr | Refusal:
         leaves = [
-            jax.ShapeDtypeStruct((num_examples, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+            jax.ShapeDtypeStruct(
+                (*leaf.shape[:dim], num_examples, *leaf.shape[dim + 1 :]), leaf.dtype, weak_type=leaf.weak_type
+            )
             if argument.is_batch and leaf.shape
             else leaf
-            for leaf, argument in zip(abstract(bound.leaves, bound.signature.avals), bound.arguments, strict=True)
+            for leaf, argument, dim in zip(
+                abstract(bound.leaves, bound.signature.avals), bound.arguments, example_dims, strict=True
+            )
         ]
         try:
             return retrace(leaves)

@@ -64,7 +64,7 @@ class ValueFacts:
 
 
 def batch_values(flat: FlatStep, arguments: Sequence[Argument]) -> list[int]:
-    """Returns the values of the batch arguments of `flat` that have dims; `arguments` has an entry per flat argument."""
+    """Returns the values of the batch `arguments` of `flat` that have dims."""
     return [v for v, a in zip(flat.inputs, arguments, strict=True) if a.is_batch and flat.shapes[v]]
 
 

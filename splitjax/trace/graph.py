@@ -44,6 +44,7 @@ class Leaf:
     - `layer`: for a parameter, the layer that uses it.
     - `follows`: for optimizer state, the path of its parameter.
     - `example_dim`: for a batch, the dim that holds examples: 1 where the first counts steps or microbatches of a loop.
+    - `turns`: for a parameter, how often per step its gradient is taken: more than once in a loop around the gradient.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Leaf:
     layer: str | None = None
     follows: str | None = None
     example_dim: int = 0
+    turns: int = 1
 
     @property
     def size(self) -> int:
@@ -167,9 +169,9 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class ScannedBatch:
-    """Describes what a loop around the gradient scans: its microbatches, or the batches of its steps.
+    """Describes what a loop around the gradient reads turn by turn: its microbatches, or the batches of its steps.
 
-    - `site`, `operand`: of the scan, and the operand's position.
+    - `site`, `operand`: of the scan, or of the operation that picks a turn's part; and the operand's position.
     - `dims`: of the operand; the first counts the loop's turns.
     """
 
@@ -336,7 +338,7 @@ class Graph:
     - `gradients`: gradients of parameters, by every boundary.
     - `spreads`: where parameters meet every example alike, in program order.
     - `tables`: parameters that rows are looked up in.
-    - `scanned`: what loops around the gradient scan and holds examples.
+    - `scanned`: what loops around the gradient read turn by turn and holds examples.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
 
     Iterating over a graph gives its layers.

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from splitjax.trace.classes import Atoms
-from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep
+from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ def find_stepping(flat: FlatStep, batch: Sequence[int], atoms: Atoms, soft: Sequ
     loops = _around_gradients(flat)
     if not loops:
         return nothing
-    slices = [op for op in flat.ops if op.primitive == "_scan_in" and op.loops[-1] in loops]
+    turned = [op for op in flat.ops if reads_a_turn(op, flat) and not loops.isdisjoint(op.loops[-1:])]
     turns: set[int] = set()
     dims = [0] * len(batch)
     while True:
         examples = {soft[a] for value, dim in zip(batch, dims, strict=True) for a in atoms.dim(value, dim)} - turns
-        counted = {soft[a] for op in slices for a in atoms.dim(op.inputs[0], 0)} & examples
+        counted = {soft[a] for op in turned for a in atoms.dim(op.inputs[0], 0)} & examples
         if not counted:
             break
         turns |= counted
@@ -59,6 +59,35 @@ def find_stepping(flat: FlatStep, batch: Sequence[int], atoms: Atoms, soft: Sequ
                     return nothing
     moved = {flat.shapes[value][dim] for value, dim in zip(batch, dims, strict=True) if dim}
     return Stepping(frozenset(turns), tuple(dims)) if turns and len(moved) < 2 else nothing
+
+
+def reads_a_turn(op: Op, flat: FlatStep) -> bool:
+    """Tells whether an operation reads, of its first operand, what stands at a single position of the first dim: a
+    scan its slice, `batches[i]` what belongs to turn `i`."""
+    if op.primitive == "_scan_in":
+        return True
+    shape = flat.shapes[op.inputs[0]] if op.inputs else ()
+    if op.primitive == "dynamic_slice":
+        sizes = op.params["slice_sizes"]
+        return len(shape) > 1 and sizes[0] == 1 < shape[0] and tuple(sizes[1:]) == shape[1:]
+    if op.primitive == "gather":
+        numbers = op.params["dimension_numbers"]
+        return (*numbers.start_index_map, *numbers.collapsed_slice_dims) == (0, 0) and flat.shapes[op.inputs[1]] == (1,)
+    return False
+
+
+def count_turns(flat: FlatStep, sources: Sequence[frozenset[int]]) -> dict[int, int]:
+    """Returns how often per step the gradient of a parameter is taken, by leaf index, where a loop around the gradient
+    takes it more than once. `sources`: per value the parameters (leaf indices) that it is made of."""
+    loops = _around_gradients(flat)
+    trips = {op.loops[-1]: op.trips for op in flat.ops if op.loops and op.loops[-1] in loops}
+    turns: dict[int, int] = {}
+    for op in flat.ops if loops else ():
+        times = max((trips.get(loop, 1) for loop in op.loops), default=1)
+        if times > 1:
+            for leaf in {leaf for value in op.inputs for leaf in sources[value]}:
+                turns[leaf] = max(times, turns.get(leaf, 1))
+    return turns
 
 
 def _around_gradients(flat: FlatStep) -> frozenset[int]:

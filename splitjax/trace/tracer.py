@@ -25,7 +25,7 @@ from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
 from splitjax.trace.state import fallback_ties, follow
-from splitjax.trace.stepping import Stepping, find_stepping
+from splitjax.trace.stepping import Stepping, count_turns, find_stepping, reads_a_turn
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
 from splitjax.trace.uses import RawUse, find_uses, weight_sources
@@ -84,8 +84,9 @@ def _assemble(
     stepping = find_stepping(flat, batch, classes.atoms, classes.labels[Strength.SOFT])
     example_dims = dict(zip(batch, stepping.example_dims, strict=True))
     traced = [_leaf(i, flat, flow, arguments, classes, dim_names, names) for i in range(len(arguments))]
+    turns = count_turns(flat, sources)
     traced = [
-        dataclasses.replace(leaf, example_dim=example_dims.get(value, 0))
+        dataclasses.replace(leaf, example_dim=example_dims.get(value, 0), turns=turns.get(leaf.index, 1))
         for leaf, value in zip(traced, flat.inputs, strict=True)
     ]
     leaves = follow(traced, classes)
@@ -118,10 +119,11 @@ def _scanned(flat: FlatStep, classes: Classes, stepping: Stepping) -> Iterator[S
     """Yields what loops around the gradient scan, and that holds examples behind the dim that they count."""
     soft = classes.labels[Strength.SOFT]
     for op in flat.ops:
-        if op.primitive == "_scan_in" and op.editable:
+        if reads_a_turn(op, flat) and op.editable:
             dims = classes.dims(op.inputs[0], len(flat.shapes[op.inputs[0]]))
             if dims[0] and stepping.turns.issuperset(soft[atom] for atom in dims[0]):
-                yield ScannedBatch(op.site[:-1], op.params["operand"], dims)
+                is_scan = op.primitive == "_scan_in"
+                yield ScannedBatch(op.site[:-1] if is_scan else op.site, op.params["operand"] if is_scan else 0, dims)
 
 
 _JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_in_dim"})
