@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import splitjax
-from splitjax.errors import KernelError, PlanError, TraceError
+from splitjax.errors import KernelError, PlanError, TraceError, UnknownPrimitiveError
 from splitjax.step.kernel_derivative import derivative
 from tests.step.pallas_kernels import attention, rms_norm
 
@@ -185,6 +185,42 @@ def test_layers_in_a_scan_that_are_computed_again(data):
     step = splitjax.parallelize(train(loss_fn), mesh={"data": 2, "model": 2}, rules="megatron", donate=False)
     assert any("h over model" in note for note in step.plan(params, data[1]).notes)
     close(step(params, data[1]), expected)
+
+
+@jax.custom_vjp
+def cholesky(x):
+    """The Cholesky factors of matrices [b, n, n], by a foreign call of LAPACK."""
+    columns = (0, 2, 1)
+    out, _ = jax.ffi.ffi_call(
+        "lapack_spotrf_ffi",
+        (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], "int32")),
+        input_layouts=[columns],
+        output_layouts=[columns, (0,)],
+        input_output_aliases={0: 0},
+    )(x, uplo=np.uint8(ord("L")))
+    return jnp.tril(out)
+
+
+cholesky.defvjp(lambda x: (cholesky(x), x), lambda x, ct: jax.vjp(jnp.linalg.cholesky, x)[1](ct))
+
+
+def test_a_foreign_call():
+    jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # JAX registers LAPACK when it is first used
+    factors = splitjax.kernel(cholesky, "b n m -> b n m", whole="n m")
+
+    def loss_fn(params, batch):
+        x = jnp.einsum("bnf,fg->bng", batch["x"], params["w"])
+        spread = jnp.einsum("bng,bmg->bnm", x, x) + jnp.eye(x.shape[1])
+        return (batch["factors"](spread) ** 2).sum((1, 2)).mean()
+
+    rng = np.random.default_rng(0)
+    params, x = {"w": rng.normal(size=(4, 5)).astype("f")}, rng.normal(size=(8, 3, 4)).astype("f")
+    of = lambda function: lambda params, x: loss_fn(params, {"x": x, "factors": function})
+    expected = jax.jit(train(of(jnp.linalg.cholesky), differentiate=jax.value_and_grad))(params, x)
+    step = splitjax.parallelize(train(of(factors)), mesh={"data": 4}, rules="data_parallel", donate=False)
+    close(step(step.place(params, example=(x,)), x), expected)
+    with pytest.raises(UnknownPrimitiveError, match="lapack_spotrf_ffi"):
+        splitjax.parallelize(train(of(cholesky)), mesh={"data": 4}, rules="data_parallel").plan(params, x)
 
 
 def test_of_weights_alone_it_runs_before_the_microbatches(data):
