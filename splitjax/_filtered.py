@@ -40,6 +40,7 @@ from splitjax.step.traced import naming_axes
 from splitjax.sync.costs.schemes import Link
 
 if TYPE_CHECKING:
+    from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.partial.advice import Advice
     from splitjax.report.value import Report
     from splitjax.schedule.model.jobs import JobProfile
@@ -162,6 +163,12 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         `.compile().memory_analysis()`."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.lower(*call.args)
+
+    def memory(self, *args: Any, **kwargs: Any) -> ProgramMemory:
+        """What the step needs of a device's memory for these arguments (abstract ones will do), predicted before it is
+        compiled: an estimate and an upper bound; see `ParallelStep.memory`."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.memory(*call.args)
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...

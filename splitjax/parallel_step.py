@@ -32,6 +32,7 @@ from splitjax.step.methods import Methods
 from splitjax.step.positions import ArgumentRoles, make_options, positional
 
 if TYPE_CHECKING:
+    from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.report.value import Report
     from splitjax.trace.graph import Graph
     from splitjax.verify import Verification
@@ -164,6 +165,22 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.entry(args)
         return entry.program(self._programs.kept.num_steps).lower(*entry.operands(args, entry.residuals))
+
+    @overload
+    def memory(self, *args: P.args, **kwargs: P.kwargs) -> ProgramMemory: ...
+    @overload
+    def memory(self, *args: Any, **kwargs: Any) -> ProgramMemory: ...
+    @_compat.outside_mesh
+    def memory(self, *args: Any, **kwargs: Any) -> ProgramMemory:
+        """What the step needs of a device's memory for these arguments (arrays or `ShapeDtypeStruct`s), predicted by
+        how long its arrays live: an estimate, an upper bound, and the largest arrays at the peak. The step is traced,
+        not compiled; `plan(...).memory` is the quicker sum. Of a step with partial backpropagation what runs first
+        after the warm-up. Raises `UnavailableError` where workers run programs of their own (docs/reports.md)."""
+        from splitjax.compile.memory import program_memory  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        first = 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps
+        return program_memory(self._recipe, self._programs.entry(args), first, args)
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...

@@ -1,0 +1,1 @@
+"""What the planner predicts, against what compilers make of it."""

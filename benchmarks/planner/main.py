@@ -1,0 +1,163 @@
+"""Memory before compiling: what `step.memory` predicts of a device, against what XLA's compilers report.
+
+    python -m benchmarks planner [--cells NAME ...] [--quick]
+
+Every cell is a model under a layout with a batch, for a target. A third of them, by a hash of their names, is held out:
+constants were fitted to the others, and only those that are held out are quoted. What compilers said is kept in
+`benchmarks/results/planner.json`; cells that are not in it are compiled (some ten seconds each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._common import RESULTS, table, virtual_devices, write_stored
+from benchmarks.machine import header, this_machine
+from benchmarks.planner.cells import CPU, Cell, every_cell
+
+GOALS = {"median": 0.05, "p90": 0.12, "worst": 0.20, "holds": 0.98, "above": 0.25}
+QUICK = ("mlp/megatron/64/cpu:8",)
+
+
+def compiled_total(compiled: dict[str, Any], target: str) -> int:
+    """The bytes that a compiler says a device needs."""
+    if target != CPU:
+        return compiled["peak"]
+    return compiled["argument"] + compiled["temp"] + compiled["output"] - compiled["alias"]
+
+
+def measure(cell: Cell, compiled: dict[str, Any]) -> dict[str, Any]:
+    """Predicts a cell, beside what its compiler said."""
+    from benchmarks.planner.steps import made
+
+    step, arguments = made(cell)
+    plan = step.plan(*arguments)
+    started = time.perf_counter()
+    memory = step.memory(*arguments)
+    return {
+        "cell": cell.name, "held_out": cell.is_held_out, "compiled": compiled,
+        "total_bytes": compiled_total(compiled, cell.target), "argument_bytes": memory.argument_bytes,
+        "estimate_bytes": memory.estimate_bytes, "bound_bytes": memory.bound_bytes,
+        "sum_bytes": plan.memory.peak_bytes, "seconds": round(time.perf_counter() - started, 3),
+    }  # fmt: skip
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The figures that goals are about, over cells of one target."""
+    errors = sorted(abs(cell["estimate_bytes"] / cell["total_bytes"] - 1) for cell in cells)
+    before = sorted(abs(cell["sum_bytes"] / cell["total_bytes"] - 1) for cell in cells)
+    above = [cell["bound_bytes"] / cell["total_bytes"] - 1 for cell in cells]
+    arguments = [cell["argument_bytes"] / cell["compiled"]["argument"] - 1 for cell in cells]
+    at = lambda values, share: values[min(len(values) - 1, int(share * len(values)))]
+    return {
+        "cells": len(cells),
+        "arguments": max(map(abs, arguments)),
+        "median": statistics.median(errors), "p90": at(errors, 0.9), "worst": errors[-1],
+        "holds": sum(share >= 0 for share in above) / len(above), "above": statistics.median(above),
+        "sum_median": statistics.median(before), "sum_p90": at(before, 0.9), "sum_worst": before[-1],
+    }  # fmt: skip
+
+
+def goals(figures: dict[str, float]) -> dict[str, bool]:
+    """Which goals are met."""
+    met = {name: figures[name] <= GOALS[name] for name in ("median", "p90", "worst", "above")}
+    return {"arguments": figures["arguments"] < 5e-4, **met, "holds": figures["holds"] >= GOALS["holds"]}
+
+
+def lines_of(stored: dict[str, Any]) -> list[str]:
+    """The lines of the page."""
+    lines = [
+        "# Memory before compiling", "",
+        "What `step.memory` predicts of a device's memory before a step is compiled, by the lifetimes of its arrays,"
+        " against the compiler's arguments + temporaries + results not written over arguments (CPU, memory-optimised"
+        " scheduler). A third of the cells, by a hash of their names, is held out; constants (one: the factor of the"
+        " bound) were fitted to the others, and only the held-out ones are quoted.", "",
+        stored["header"], "",
+    ]  # fmt: skip
+    rows = []
+    for kind in ("held out", "fitted to"):
+        cells = [cell for cell in stored["cells"] if cell["held_out"] == (kind == "held out")]
+        if not cells:
+            continue
+        figures = summary(cells)
+        met = goals(figures)
+        mark = lambda name, met=met: "" if met[name] else " (missed)"
+        rows.append([
+            kind, str(figures["cells"]), f"{figures['arguments']:.3%}",
+            *(f"{figures[name]:.1%} of {GOALS[name]:.0%}{mark(name)}" for name in ("median", "p90", "worst")),
+            f"{figures['holds']:.1%} of {GOALS['holds']:.0%}{mark('holds')}",
+            f"{figures['above']:.1%} of {GOALS['above']:.0%}{mark('above')}",
+            f"{figures['sum_median']:.0%}, {figures['sum_worst']:.0%}",
+        ])  # fmt: skip
+    lines += table(
+        ["cells", "number", "arguments off by, at most", "estimate: median error", "90th percentile", "worst",
+         "bound holds", "bound above, median", "the sum of `plan.memory`: median, worst"],
+        rows,
+    )  # fmt: skip
+    lines += ["", *stored["notes"], "", "Goals that are not met are marked. Every cell, in MiB a device:", ""]
+    mib = lambda count: f"{count / 2**20:.1f}"
+    lines += table(
+        ["cell", "", "compiled", "estimate", "off by", "bound", "sum", "predicted in"],
+        [
+            [
+                cell["cell"], "held out" if cell["held_out"] else "", mib(cell["total_bytes"]),
+                mib(cell["estimate_bytes"]), f"{cell['estimate_bytes'] / cell['total_bytes'] - 1:+.1%}",
+                mib(cell["bound_bytes"]), mib(cell["sum_bytes"]), f"{cell['seconds']:.2f} s",
+            ]
+            for cell in stored["cells"]
+        ],
+    )  # fmt: skip
+    return lines
+
+
+NOTES = [
+    "Two ways to an upper bound were measured on the cells that are not held out. A factor on the estimate that holds"
+    " for 98 % of them is 1.40 on temporaries (28 % above in the median; the one beyond needs 1.99). The most of two"
+    " orders of the steps, with nothing written in place, needs 1.305 for all of them, and is nearer at every share: it"
+    " is what `bound_bytes` is.",
+    "",
+    "Two simulations were measured for the estimate. The least peak of program order, a depth-first and a greedy order"
+    " (which frees most bytes first) was off by 16.5 % in the median and by 79.5 % at worst on 35 of the cells that are"
+    " not held out. What stands here follows XLA's own passes: the order of its `DFSMemoryScheduler`, its combiner of"
+    " all-reduces, its fusion of loops, its transposed operands.",
+]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Predicts every cell and writes the page; returns 1 where a goal is missed by the held-out cells."""
+    parser = argparse.ArgumentParser(
+        "planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", nargs="*", default=[], help="only these cells; the page is not written")
+    parser.add_argument("--quick", action="store_true", help="one small cell, compiled; written where --output says")
+    parser.add_argument("--output", type=pathlib.Path, help="folder of the page, instead of benchmarks/results")
+    options = parser.parse_args(argv)
+    virtual_devices()
+    import jax
+
+    from benchmarks.planner.truth import compiled_memory
+
+    file = RESULTS / "planner.json"
+    stored = json.loads(file.read_text()) if file.exists() else {"cells": []}
+    known = {} if options.quick else {cell["cell"]: cell["compiled"] for cell in stored["cells"]}
+    names = QUICK if options.quick else options.cells
+    cells = [Cell.parse(name) for name in names] or [cell for cell in every_cell() if cell.target == CPU]
+    found = []
+    for cell in cells:
+        found.append(measure(cell, known.get(cell.name) or compiled_memory(cell)))
+        one = found[-1]
+        off, bound = (one[name] / one["total_bytes"] - 1 for name in ("estimate_bytes", "bound_bytes"))
+        print(f"{cell.name:45} off by {off:+.1%}, bound {bound:+.1%}, {one['seconds']:.2f} s", flush=True)
+        jax.clear_caches()
+    command = "python -m benchmarks planner" + (" --quick" if options.quick else "")
+    content = {"header": header(this_machine(), command), "notes": NOTES, "cells": found}
+    if not names or (options.quick and options.output):
+        write_stored("planner", content, lines_of, options.output)
+    held_out = [] if names else [cell for cell in found if cell["held_out"]]
+    return 0 if not held_out or all(goals(summary(held_out)).values()) else 1

@@ -1,0 +1,54 @@
+"""Compiles cells and keeps what their compilers say of memory: `python -m benchmarks.planner.truth FILE [CELL ...]`.
+
+Cells that the file has are not compiled again. On the CPU the memory-optimised scheduler is asked for, as a user would
+who is short of memory; LLVM's optimisations, which come behind buffer assignment, are off."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+from benchmarks._common import virtual_devices
+from benchmarks.planner.cells import CPU, Cell, every_cell
+
+MEMORY_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def compiled_memory(cell: Cell) -> dict[str, float | str]:
+    """What the compiler of a cell's target says, in bytes a device, and the seconds that it took; or the error."""
+    from benchmarks.planner.steps import made
+
+    step, arguments = made(cell)
+    started = time.perf_counter()
+    compiled = step.lower(*arguments).compile(compiler_options=MEMORY_SCHEDULER if cell.target == CPU else None)
+    sizes = compiled.memory_analysis()
+    found = {name: getattr(sizes, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+    return {**found, "peak": sizes.peak_memory_in_bytes, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def main(file: str, names: list[str]) -> int:
+    """Compiles cells, all where none is named, and adds them to the file as they come."""
+    virtual_devices()
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    import jax
+
+    path = pathlib.Path(file)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for cell in map(Cell.parse, names) if names else every_cell():
+        if cell.name in known:
+            continue
+        try:
+            known[cell.name] = compiled_memory(cell)
+        except Exception as error:
+            known[cell.name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+        path.write_text(json.dumps(known, indent=1) + "\n")
+        print(cell.name, known[cell.name], flush=True)
+        jax.clear_caches()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,383 @@
+"""Decides which values of a split `Program` a compiler stores, and when: kernels with what they read and write.
+
+Loops over elements are fused into those that read them, views and in-place updates have no bytes of their own, and
+what crosses devices does. What is known of a compiler is in a `Compiler`, each fact with where it shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
+from splitjax.cost.memory.spreading import label_dims
+
+# Operations that compilers compute once, however many loops read them.
+_COSTLY = frozenset(
+    "exp exp2 log log1p expm1 tanh logistic div pow rsqrt sqrt cbrt sin cos tan erf erf_inv erfc lgamma digamma atan2"
+    " acos asin atan sinh cosh asinh acosh atanh rem gather cumsum dynamic_slice".split()
+)
+
+
+# Loops that read elements from elsewhere than they write them: they cannot work in place.
+_MOVES = frozenset(
+    "transpose transpose_operand transpose_result rev gather dynamic_slice slice pad concatenate".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """Says what a platform's compiler is known to do.
+
+    - `transposes_operands`: a product reads operands with batch dims first and contracted dims last (the left one) or
+      anywhere (the right one); others are transposed into an array of their own.
+    - `combines_bytes`: all-reduces over the same axes that do not wait for each other become one, up to so many bytes.
+    - `reduces_apart`: an all-reduce writes another array than it reads.
+    - `tile`: what the last two dims are filled up to.
+    """
+
+    transposes_operands: bool
+    combines_bytes: int
+    reduces_apart: bool
+    tile: tuple[int, int] = (1, 1)
+
+
+CPU = Compiler(transposes_operands=True, combines_bytes=2**62, reduces_apart=True)
+TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False, tile=(8, 128))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """Is something that runs: reads and writes numbers of buffers; `inside` for a loop or branch.
+
+    `shares`: whether its first write may take over a buffer of its size that is read for the last time. `combines`: of
+    what kind of all-reduce it is; empty for other steps."""
+
+    name: str
+    reads: list[int]
+    writes: list[int]
+    shares: bool = False
+    inside: tuple[Schedule, ...] = ()
+    combines: tuple = ()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Schedule:
+    """Holds the steps of a region in program order. `carry`: (buffer before, buffer after) of what a loop hands on;
+    `outputs`: buffers that live to its end."""
+
+    steps: list[Step]
+    outputs: list[int]
+    carry: list[tuple[int, int]]
+
+
+class Storage:
+    """Makes the schedule of a program. After `schedule`, `sizes` has the bytes of every buffer: a buffer is named after
+    the value that is stored in it."""
+
+    def __init__(self, program: Program, compiler: Compiler) -> None:
+        self.program, self.compiler = program, compiler
+        self.sizes: dict[int, int] = {}
+        self._roots: dict[int, int] = {}  # value -> the value whose bytes it looks at
+        self._through: dict[int, tuple[int, ...]] = {}  # value of a fused loop -> stored values that it reads
+        self._again: dict[int, tuple[int, ...]] = {}  # value that loops compute anew -> stored values that they read
+        self._users: dict[int, list[Node]] = {}
+        self._makers: dict[int, Node] = {}
+
+    def schedule(self) -> Schedule:
+        self._rewrite(self.program.body)
+        self._collect_users(self.program.body)
+        for value in self.program.body.inputs:
+            self._store(value)
+        return self._schedule(self.program.body)
+
+    def root_of(self, value: int) -> int:
+        """Returns the value whose bytes a value looks at: itself, or another through views."""
+        return self._roots.get(value, value)
+
+    def maker_of(self, value: int) -> str:
+        """Returns the name of the operation that makes a value; "" where none is known."""
+        maker = self._makers.get(value)
+        return "" if maker is None else maker.name
+
+    # What the partitioner adds: an operand that is split otherwise than its operation is moved, a product over a split
+    # dim is summed.
+    def _rewrite(self, region: Region) -> None:
+        nodes: list[Node] = []
+        for node in region.nodes:
+            for inner in node.regions:
+                self._rewrite(inner)
+            if node.kind is Kind.VIEW and node.dims is not None and len(node.inputs) == 1 == len(node.outputs):
+                nodes += self._moved(node)
+                continue
+            before, after = ([], []) if node.dims is None or node.kind is Kind.REGIONS else self._partition(node)
+            inner = self._arranged(node) if self.compiler.transposes_operands else ([], [])
+            nodes += [*before, *inner[0], node, *inner[1], *after]
+        region.nodes[:] = nodes
+
+    def _moved(self, node: Node) -> list[Node]:
+        """A view whose result is split otherwise than what it looks at."""
+        program, (source,), (target,) = self.program, node.inputs, node.outputs
+        if program.bytes_of(source) != program.bytes_of(target) or (
+            program.shapes[source] == program.shapes[target] and program.splits[source] != program.splits[target]
+        ):
+            grows = program.bytes_of(target) > program.bytes_of(source)
+            smaller = program.bytes_of(target) < program.bytes_of(source)
+            kind = Kind.PART if smaller else Kind.COLLECTIVE
+            return [dataclasses.replace(node, kind=kind, name="all_gather" if grows else "move")]
+        return [node]
+
+    def _partition(self, node: Node) -> tuple[list[Node], list[Node]]:
+        program, before, summed = self.program, [], []
+        chosen: dict = {}
+        assert node.dims is not None, "a node whose dims are not known is left as it is"
+        for label, places in label_dims(node).items():
+            results = [(value, dim) for position, value, dim in places if position < 0]
+            axes: Axes = ()
+            for value, dim in results or [(value, dim) for _, value, dim in places]:
+                here = program.splits[value][dim]
+                axes = here if len(here) > len(axes) else axes
+            chosen[label] = axes
+            if not results and axes and _sums(node):
+                summed += [axis for axis in axes if axis not in summed]
+        used = {axis for output in node.outputs[:1] for axes in program.splits[output] for axis in axes}
+        summed = [axis for axis in summed if axis not in used]
+        for position, value in enumerate(node.inputs):
+            if value in program.constants or not program.shapes[value]:
+                continue
+            labels = node.dims.inputs[position] if position < len(node.dims.inputs) else ()
+            wanted = []
+            for dim, factors in enumerate(labels):
+                here = program.splits[value][dim]
+                axes = chosen.get(factors[0], ()) if factors else ()
+                ok = (
+                    program.shapes[value][dim] > 1 and program.shapes[value][dim] % max(program.num_parts(axes), 1) == 0
+                )
+                other = {axis for d, o in enumerate(wanted) for axis in o}
+                wanted.append(axes if ok and not other & set(axes) else here if here and not axes and not ok else ())
+            if len(labels) == len(program.shapes[value]) and tuple(wanted) != program.splits[value]:
+                moved = program.new(program.shapes[value], program.itemsizes[value], tuple(wanted))
+                smaller = program.bytes_of(moved) < program.bytes_of(value)
+                kind = Kind.PART if smaller else Kind.COLLECTIVE
+                if program.bytes_of(moved) != program.bytes_of(value) or smaller:
+                    before.append(Node("part" if smaller else "all_gather", kind, [value], [moved]))
+                    node.inputs[position] = moved
+        after = []
+        if summed:
+            for position, output in enumerate(node.outputs):
+                partial = program.new(program.shapes[output], program.itemsizes[output], program.splits[output])
+                node.outputs[position] = partial
+                after.append(Node("all_reduce", Kind.COLLECTIVE, [partial], [output], None, tuple(summed)))
+        return before, after
+
+    def _arranged(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """The transposed operands and results of a product, a convolution, or a collective along a dim that is not the
+        first."""
+        before: list[Node] = []
+        after: list[Node] = []
+        if node.name == "conv_general_dilated":
+            numbers = node.params["dimension_numbers"]
+            for position, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+                rank = len(spec)
+                last = (0, rank - 1, *range(1, rank - 1)) if position == 0 else (rank - 1, rank - 2, *range(rank - 2))
+                if tuple(spec) != last:
+                    before.append(self._transposed(node, position))
+            rank = len(numbers.out_spec)
+            if tuple(numbers.out_spec) != (0, rank - 1, *range(1, rank - 1)):
+                after.append(self._untransposed(node))
+        elif node.name == "dot_general":
+            before += self._arranged_product(node)
+        elif node.kind is Kind.COLLECTIVE and node.params and node.name.startswith("all_gather"):
+            if node.params.get("all_gather_dimension", 0):
+                before.append(self._transposed(node, 0))
+                after.append(self._untransposed(node))
+        elif node.kind is Kind.COLLECTIVE and node.name == "reduce_scatter":
+            if node.params["scatter_dimension"]:
+                before.append(self._transposed(node, 0))
+                after.append(self._untransposed(node))
+        return before, after
+
+    def _transposed(self, node: Node, position: int) -> Node:
+        program, value = self.program, node.inputs[position]
+        arranged = program.new(program.shapes[value], program.itemsizes[value], program.splits[value])
+        node.inputs[position] = arranged
+        return Node("transpose_operand", Kind.LOOP, [value], [arranged])
+
+    def _untransposed(self, node: Node) -> Node:
+        program, value = self.program, node.outputs[0]
+        raw = program.new(program.shapes[value], program.itemsizes[value], program.splits[value])
+        node.outputs[0] = raw
+        return Node("transpose_result", Kind.LOOP, [raw], [value])
+
+    def _arranged_product(self, node: Node) -> list[Node]:
+        (contracted, batch), before = node.params["dimension_numbers"], []
+        for position, value in enumerate(node.inputs[:2]):
+            shape = self.program.shapes[value]
+            real = [d for d in range(len(shape)) if shape[d] > 1]
+            group = [0 if d in batch[position] else 2 if d in contracted[position] else 1 for d in real]
+            fine = (
+                len(shape) == 2
+                or group == sorted(group)
+                or (position == 1 and group == sorted(group, key=lambda g: (0, 2, 1)[g] if g else 0))
+            )
+            if not fine:
+                before.append(self._transposed(node, position))
+        return before
+
+    def _collect_users(self, region: Region) -> None:
+        for node in region.nodes:
+            for inner in node.regions:
+                self._collect_users(inner)
+                for value in inner.outputs:
+                    self._users.setdefault(value, []).append(node)
+            self._makers.update(dict.fromkeys(node.outputs, node))
+            for value in set(node.inputs):
+                self._users.setdefault(value, []).append(node)
+
+    def _store(self, value: int) -> None:
+        self.sizes[value] = self._padded(value)
+
+    def _padded(self, value: int) -> int:
+        program, tile = self.program, self.compiler.tile
+        if tile == (1, 1):
+            return program.bytes_of(value)
+        parts = [
+            -(-size // program.num_parts(axes))
+            for size, axes in zip(program.shapes[value], program.splits[value], strict=True)
+        ]
+        if len(parts) >= 2 and parts[-1] and parts[-2]:
+            parts[-1], parts[-2] = (
+                -(-n // t) * t for n, t in zip((parts[-1], parts[-2]), (tile[1], tile[0]), strict=True)
+            )
+        count = program.itemsizes[value]
+        for part in parts:
+            count *= part
+        return count
+
+    def _fused_readers(self, value: int) -> list[Node] | None:
+        """Readers of a value through views; None where a result of a region reads it."""
+        readers: list[Node] = []
+        for user in self._users.get(value, ()):
+            if user.kind is Kind.VIEW:
+                inner = self._fused_readers(user.outputs[0])
+                if inner is None:
+                    return None
+                readers += inner
+            else:
+                readers.append(user)
+        return readers if value in self._users else None
+
+    def _is_fused(self, node: Node, region_outputs: set[int]) -> bool:
+        """Whether a loop over elements is computed where it is read, and not stored."""
+        if node.kind not in (Kind.LOOP, Kind.MADE, Kind.PART):
+            return False
+        readers = self._fused_readers(node.outputs[0])
+        if readers is None or node.outputs[0] in region_outputs:
+            return False
+        if node.kind is Kind.MADE and not self.program.shapes[node.outputs[0]]:
+            return True
+        if any(reader.kind not in (Kind.LOOP, Kind.PART, Kind.FILL) for reader in readers):
+            return False
+        if node.name.startswith("reduce_") or node.name in ("sort", "concatenate"):
+            return False
+        if len(readers) > 1 and node.name in _COSTLY:
+            return False
+        if node.name in _COSTLY and any(r.name == "broadcast_in_dim" for r in readers):
+            return False
+        return True
+
+    def _is_cheap_again(self, node: Node) -> bool:
+        """Whether a loop that is stored for a kernel is computed again where other loops read it: it reads at most one
+        array of its own size, and nothing in it is costly (XLA's `EffectivelyAtMostUnary`)."""
+        if node.kind is not Kind.LOOP or node.name in _COSTLY or node.name.startswith("reduce_"):
+            return False
+        if node.name in ("concatenate", "sort", "transpose_operand", "transpose_result"):
+            return False
+        size = math.prod(self.program.shapes[node.outputs[0]])
+        large = 0
+        for value in node.inputs:
+            maker = self._makers.get(self._roots.get(value, value))
+            is_made = maker is not None and (maker.kind is Kind.MADE or maker.name == "broadcast_in_dim")
+            large += math.prod(self.program.shapes[value]) >= size and not is_made
+        return large <= 1
+
+    def _may_share(self, node: Node) -> bool:
+        """Whether a node may write over what it reads."""
+        if node.kind is Kind.COLLECTIVE:
+            return not self.compiler.reduces_apart
+        in_place = ("scatter", "scatter-add", "dynamic_update_slice")
+        return node.name in in_place or node.kind is Kind.LOOP and node.name not in _MOVES
+
+    def _reads(self, inputs: Sequence[int], by_loop: bool = False) -> list[int]:
+        found: dict[int, None] = {}
+        for value in inputs:
+            root = self._roots.get(value, value)
+            through = self._again.get(root) if by_loop else None
+            for stored in through or self._through.get(root, (root,)):
+                if stored in self.sizes:
+                    found[stored] = None
+        return list(found)
+
+    def _schedule(self, region: Region) -> Schedule:
+        steps: list[Step] = []
+        for value in region.inputs:
+            if value not in self.sizes:
+                self._store(value)
+        outputs_of_views = set(region.outputs)
+        for node in region.nodes:
+            for value in node.outputs:
+                if node.kind is Kind.VIEW:
+                    self._roots[value] = self._roots.get(node.inputs[0], node.inputs[0])
+            if node.kind is Kind.VIEW:
+                continue
+            if self._is_fused(node, outputs_of_views):
+                reads = tuple(self._reads(node.inputs, by_loop=True))
+                for value in node.outputs:
+                    self._through[value] = reads
+                continue
+            if node.kind is Kind.FILL:
+                steps.append(Step("fill", self._reads(node.inputs[:1], by_loop=True), []))
+                continue
+            is_loop = node.kind in (Kind.LOOP, Kind.PART)
+            reads = self._reads(node.inputs, by_loop=is_loop)
+            if self._is_cheap_again(node):
+                self._again[node.outputs[0]] = tuple(reads)
+            inside = ()
+            if node.kind is Kind.REGIONS:
+                for value in node.outputs:
+                    self._store(value)
+                inside = tuple(self._schedule(inner) for inner in node.regions)
+                if node.num_carry:
+                    inner = node.regions[0]
+                    inside[0].carry = [
+                        (before, self._roots.get(after, after))
+                        for before, after in zip(inner.inputs, inner.outputs, strict=False)
+                    ]
+                inner_reads = {b for s in inside for b in _outer_reads(s)} - set(node.outputs)
+                reads = list(dict.fromkeys([*reads, *inner_reads]))
+            else:
+                for value in node.outputs:
+                    self._store(value)
+            shares = self._may_share(node)
+            combines = (node.name, *node.params) if node.name == "all_reduce" else ()
+            if node.name in ("psum", "psum_invariant"):
+                combines = (node.name, *node.params.get("axes", ()))
+            steps.append(Step(node.name, reads, list(node.outputs), shares, inside, combines))
+        schedule = Schedule(steps, self._reads(region.outputs), [])
+        return schedule
+
+
+def _outer_reads(schedule: Schedule) -> set[int]:
+    """Buffers that a schedule reads and does not write."""
+    written = {b for step in schedule.steps for b in step.writes}
+    read = {b for step in schedule.steps for b in step.reads} | set(schedule.outputs)
+    inner = {before for before, _ in schedule.carry}
+    return read - written - inner
+
+
+def _sums(node: Node) -> bool:
+    """Whether an operation adds up over dims that its result lacks."""
+    return node.name in ("dot_general", "conv_general_dilated", "gather", "scatter-add") or node.name.startswith(
+        "reduce_"
+    )

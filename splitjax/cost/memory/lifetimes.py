@@ -1,0 +1,106 @@
+"""Predicts what a step's program needs of a device's memory by how long its arrays live, before it is compiled.
+
+The traced program with everything that a plan adds to it, where its arguments live, and a mesh shape come in; a
+`ProgramMemory` comes out. `reading` makes nodes of the jaxpr, `spreading` says how each value is split, `buffers`
+decides what is stored, and `timeline` for how long. What a compiler does with a program is known of XLA's CPU compiler
+under its memory-optimised scheduler, and assumed of others (`buffers.Compiler`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitjax.cost.memory.buffers import CPU, TPU, Storage
+from splitjax.cost.memory.program import Split
+from splitjax.cost.memory.reading import read
+from splitjax.cost.memory.spreading import spread
+from splitjax.cost.memory.timeline import peak_of
+
+# By how much temporaries may be beyond the careful simulation: the least that holds for every cell that
+# `python -m benchmarks planner` does not hold out.
+BOUND_FACTOR = 1.305
+_NUM_ALIVE = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """Describes an array that is stored at the peak: `shape` of the whole, `num_bytes` of a device's part, and the name
+    of the operation that made it, `made_by`."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    made_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory:
+    """Holds the predicted bytes per device of a step's program.
+
+    **Attributes:**
+
+    - `argument_bytes`: of its arguments, exact but for the tiles that a TPU fills up.
+    - `temporary_bytes`: the most that is stored beside the arguments at a time, results that are not written over
+      arguments among it.
+    - `bound_bytes`: what the program is not expected to go beyond.
+    - `at_peak`: the largest arrays beside the arguments that are stored at the peak, the largest first.
+    """
+
+    argument_bytes: int
+    temporary_bytes: int
+    bound_bytes: int
+    at_peak: tuple[StoredArray, ...] = ()
+
+    @property
+    def estimate_bytes(self) -> int:
+        """The bytes that the program is expected to need in all."""
+        return self.argument_bytes + self.temporary_bytes
+
+    def __str__(self) -> str:
+        mib = lambda count: f"{count / 2**20:,.1f} MiB"
+        lines = [
+            f"{mib(self.estimate_bytes)} a device expected, at most {mib(self.bound_bytes)}: arguments"
+            f" {mib(self.argument_bytes)}, beside them {mib(self.temporary_bytes)}, of these at the peak"
+        ]
+        lines += [f"  {mib(array.num_bytes):>12}  {array.made_by} {list(array.shape)}" for array in self.at_peak]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedProgram:
+    """Holds a traced program with what is decided of its arrays.
+
+    **Attributes:**
+
+    - `jaxpr`: the closed jaxpr, derivatives, exchanges and constraints written out.
+    - `arguments`, `results`: by argument and by result how it is split; None where the compiler decides.
+    - `donated`: by result that is written over an argument, the argument.
+    - `axes`: the sizes of the mesh axes. `platform`: of its devices, such as `cpu`.
+    """
+
+    jaxpr: Any
+    arguments: Sequence[Split | None]
+    results: Sequence[Split | None]
+    donated: Mapping[int, int]
+    axes: Mapping[str, int]
+    platform: str
+
+
+def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
+    """Predicts what a program needs of a device's memory. `placed`: the program."""
+    program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
+    spread(program)
+    compiler = TPU if placed.platform == "tpu" else CPU
+    storage = Storage(program, compiler)
+    schedule = storage.schedule()
+    arguments, outputs = program.body.inputs, program.body.outputs
+    free = {*arguments, *(storage.root_of(outputs[result]) for result in placed.donated)}
+    likely = peak_of(schedule, storage.sizes, free, compiler.combines_bytes)
+    most = peak_of(schedule, storage.sizes, free, compiler.combines_bytes, careful=True)
+    held = sum(storage.sizes[value] for value in arguments)
+    alive = [
+        StoredArray(program.shapes[value], storage.sizes[value], storage.maker_of(value))
+        for value in likely.alive[:_NUM_ALIVE]
+    ]
+    return ProgramMemory(held, likely.num_bytes, held + round(BOUND_FACTOR * most.num_bytes), tuple(alive))

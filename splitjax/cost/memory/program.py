@@ -1,0 +1,119 @@
+"""Holds the program that a device runs as values and nodes, in nested regions: what memory is predicted of.
+
+`cost.memory.reading` makes a `Program` of a jaxpr; `spreading` says how each value is split; `buffers` which of them
+are stored, `timeline` how long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from splitjax.primitives.dims import DimMap
+
+Axes = tuple[str, ...]
+Split = tuple[Axes, ...]  # per dim, the mesh axes that it is split over
+
+
+class Kind(enum.Enum):
+    """Names what a node does, as far as memory is concerned.
+
+    - `LOOP`: a loop over its elements, which compilers fuse with its neighbours.
+    - `MADE`: made of nothing or of scalars (an iota, a constant that is broadcast): made anew wherever it is read by a
+      loop over elements.
+    - `VIEW`: another look at its first operand's bytes.
+    - `KERNEL`: a kernel of its own (a product, a convolution, a sort): reads and writes stored arrays.
+    - `COLLECTIVE`: between devices.
+    - `PART`: reads a part of its first operand (a scan's slice), fused where it is read.
+    - `FILL`: writes into its first operand in place (a scan's results).
+    - `REGIONS`: a loop or a branch.
+    """
+
+    LOOP = "loop"
+    MADE = "made"
+    VIEW = "view"
+    KERNEL = "kernel"
+    COLLECTIVE = "collective"
+    PART = "part"
+    FILL = "fill"
+    REGIONS = "regions"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """Describes an operation.
+
+    **Attributes:**
+
+    - `name`: of its primitive. `kind`: what it does. `params`: of its equation.
+    - `inputs`, `outputs`: numbers of values.
+    - `dims`: how dims of these run along each other; None where that is not known.
+    - `regions`: what it runs, for a loop or a branch. `num_carry`: of a loop, how many values it hands on.
+    - `manual`: mesh axes over which its shapes are those of a part already.
+    """
+
+    name: str
+    kind: Kind
+    inputs: list[int]
+    outputs: list[int]
+    dims: DimMap | None = None
+    params: Any = None
+    regions: tuple[Region, ...] = ()
+    num_carry: int = 0
+    manual: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Region:
+    """Holds nodes in program order.
+
+    **Attributes:** `nodes`: the nodes. `inputs`: values that come in beside those of the regions around it: a loop's
+    carry. `outputs`: what it hands on."""
+
+    nodes: list[Node]
+    inputs: list[int]
+    outputs: list[int]
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """Holds a step.
+
+    **Attributes:**
+
+    - `body`: its region, whose inputs are the arguments. `constants`: values that are part of the program.
+    - `shapes`, `itemsizes`: by value, its dims as the traced step has them, and the bytes of an element.
+    - `splits`: by value, how it is split. `fixed`: values whose split is decided.
+    - `sizes`: of the mesh axes.
+    """
+
+    body: Region
+    constants: set[int]
+    shapes: list[tuple[int, ...]]
+    itemsizes: list[int]
+    splits: list[Split]
+    fixed: set[int]
+    sizes: dict[str, int]
+
+    def new(self, shape: Sequence[int], itemsize: int, split: Split | None = None) -> int:
+        """Adds a value of this `shape`, `itemsize` and `split`, and returns its number."""
+        self.shapes.append(tuple(shape))
+        self.itemsizes.append(itemsize)
+        self.splits.append(((),) * len(shape) if split is None else split)
+        return len(self.shapes) - 1
+
+    def num_parts(self, axes: Axes) -> int:
+        """Returns into how many parts a dim is split over `axes`."""
+        count = 1
+        for axis in axes:
+            count *= self.sizes[axis]
+        return count
+
+    def bytes_of(self, value: int) -> int:
+        """Returns the bytes that a device has of a value."""
+        count = self.itemsizes[value]
+        for size, axes in zip(self.shapes[value], self.splits[value], strict=True):
+            count *= -(-size // self.num_parts(axes)) if axes else size
+        return count

@@ -1,0 +1,293 @@
+"""Reads a jaxpr as a `Program`: calls stand where they are called, loops and branches hold regions.
+
+What no result depends on is left out, as compilers do. A scan's slices and stacked results are nodes of their own, so
+that their dims are tied to those of the whole arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from splitjax import _compat
+from splitjax.cost.memory.program import Kind, Node, Program, Region, Split
+from splitjax.plan import spec_axes
+from splitjax.primitives.calls import CallKind, call_body, kind_of, scan_parts, while_parts
+from splitjax.primitives.dims import DimMap
+from splitjax.primitives.table import OPERATIONS
+
+_VIEWS = frozenset(
+    "reshape squeeze expand_dims stop_gradient optimization_barrier sharding_constraint bitcast_convert_type copy"
+    " copy_p reduce_precision pcast pvary random_wrap random_unwrap name mesh_cast reshard".split()
+)
+_COLLECTIVES = frozenset(
+    "psum psum_invariant psum2 all_gather all_gather_invariant reduce_scatter all_to_all ppermute pmax pmin"
+    " pgather ragged_all_to_all".split()
+)
+_KERNELS = frozenset(
+    "dot_general ragged_dot conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min"
+    " select_and_scatter_add select_and_gather_add sort top_k approx_top_k scatter scatter-add scatter-mul scatter-min"
+    " scatter-max cumsum cumprod cummax cummin cumlogsumexp fft cholesky lu qr householder_product svd eigh"
+    " triangular_solve tridiagonal_solve threefry2x32 random_bits rng_bit_generator random_seed random_fold_in"
+    " random_split argmax argmin pallas_call custom_call ffi_call".split()
+)
+_MADE = frozenset(("iota", "axis_index", "create_token", "empty", "random_clone"))
+
+
+def read(
+    jaxpr: Any, splits: Sequence[Split | None], results: Sequence[Split | None], sizes: Mapping[str, int]
+) -> Program:
+    """Reads the closed `jaxpr` of a step.
+
+    **Arguments:** `splits`, `results`: by argument and by result, how it is split; None where that is open. `sizes`: of
+    the mesh axes."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    reader = _Reader(Program(Region([], [], []), set(), [], [], [], set(), dict(sizes)))
+    arguments = [reader.fresh(var.aval) for var in inner.invars]
+    for value, split in zip(arguments, splits, strict=True):
+        reader.fix(value, split)
+    program = reader.program
+    nodes: list[Node] = []
+    outputs = reader.run(jaxpr, arguments, nodes, frozenset())
+    # Results are values of their own, so that an argument that is returned as it is can be told from its result.
+    own = []
+    for value, split in zip(outputs, results, strict=True):
+        result = program.new(program.shapes[value], program.itemsizes[value])
+        reader.fix(result, split)
+        nodes.append(Node("result", Kind.VIEW, [value], [result], reader.same([value, result])))
+        own.append(result)
+    program.body = Region(nodes, arguments, own)
+    _drop_unused(program.body, set(own))
+    return program
+
+
+def split_of(spec: Sequence[Any], rank: int) -> Split:
+    """Returns a `PartitionSpec`, or a spec of a plan, as a split of `rank` dims."""
+    entries = [spec_axes((entry,)) if isinstance(entry, (str, tuple)) else () for entry in tuple(spec)[:rank]]
+    return (*entries, *((),) * (rank - len(entries)))
+
+
+@dataclasses.dataclass
+class _Reader:
+    program: Program
+    zeros: set[int] = dataclasses.field(default_factory=set)
+
+    def is_zero(self, atom: Any, value: int) -> bool:
+        return (
+            value in self.zeros or isinstance(atom, _compat.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 0)
+        )
+
+    def fresh(self, aval: Any) -> int:
+        shape = tuple(int(size) for size in getattr(aval, "shape", ()))
+        return self.program.new(shape, _itemsize(getattr(aval, "dtype", None)))
+
+    def fix(self, value: int, split: Split | None) -> None:
+        if split is not None:
+            self.program.splits[value] = split
+            self.program.fixed.add(value)
+
+    def same(self, values: Sequence[int]) -> DimMap:
+        """Ties all dims of values of one shape: the first is read, the others are written."""
+        labels = tuple((d,) for d in range(len(self.program.shapes[values[0]])))
+        return DimMap((labels,), tuple(labels for _ in values[1:]))
+
+    def constant(self, aval: Any) -> int:
+        value = self.fresh(aval)
+        self.program.constants.add(value)
+        return value
+
+    def run(self, jaxpr: Any, arguments: Sequence[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        """Adds the nodes of a jaxpr whose inputs are the values `arguments`; returns its results' values."""
+        inner, _ = _compat.open_jaxpr(jaxpr)
+        values: dict[Any, int] = {var: self.constant(var.aval) for var in inner.constvars}
+        values |= dict(zip(inner.invars, arguments, strict=True))
+
+        def get(atom: Any) -> int:
+            return self.constant(atom.aval) if isinstance(atom, _compat.Literal) else values[atom]
+
+        for eqn in inner.eqns:
+            outputs = self.equation(eqn, [get(atom) for atom in eqn.invars], nodes, manual)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [get(atom) for atom in inner.outvars]
+
+    def equation(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        kind = kind_of(eqn)
+        if kind is CallKind.SCAN:
+            return self.scan(eqn, inputs, nodes, manual)
+        if kind is CallKind.WHILE:
+            return self.loop(eqn, inputs, nodes, manual)
+        if kind is CallKind.COND:
+            return self.branches(eqn, inputs, nodes, manual)
+        if kind is CallKind.MANUAL:
+            return self.by_hand(eqn, inputs, nodes, manual)
+        body = call_body(eqn)
+        if body is not None:
+            return self.run(body, inputs, nodes, manual)
+        outputs = [self.fresh(var.aval) for var in eqn.outvars]
+        name = eqn.primitive.name
+        if name in ("broadcast_in_dim", "convert_element_type", "reshape") and self.is_zero(eqn.invars[0], inputs[0]):
+            self.zeros.add(outputs[0])
+        if name in ("add", "add_any"):  # nothing is added: compilers leave it out
+            for zero, other in (inputs, inputs[::-1]):
+                if zero in self.zeros and self.program.shapes[other] == self.program.shapes[outputs[0]]:
+                    nodes.append(Node("plus_zero", Kind.VIEW, [other], outputs, self.same([other, outputs[0]])))
+                    return outputs
+        if name == "sharding_constraint":
+            spec = getattr(eqn.params["sharding"], "spec", None)
+            if spec is not None:
+                self.fix(outputs[0], split_of(spec, len(self.program.shapes[outputs[0]])))
+        nodes.append(
+            Node(name, _kind(name, eqn), inputs, outputs, self.dims(eqn, inputs, outputs), eqn.params, manual=manual)
+        )
+        return outputs
+
+    def dims(self, eqn: Any, inputs: list[int], outputs: list[int]) -> DimMap | None:
+        shapes, name = self.program.shapes, eqn.primitive.name
+        rule = OPERATIONS.of(name, eqn.params).dims
+        if name == "sharding_constraint":
+            return self.same([inputs[0], outputs[0]])
+        if rule is None or name in _COLLECTIVES:
+            return None
+        try:
+            return rule([shapes[v] for v in inputs], [shapes[v] for v in outputs], eqn.params)
+        except Exception:  # what a rule cannot say leaves the operation's dims untied: its operands are read whole
+            return None
+
+    def scan(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        parts = scan_parts(eqn, inputs)
+        body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+        num_carry, inside = len(parts.carry), scan_parts(eqn, body.invars)
+        inner: list[Node] = []
+        carry = [self.fresh(var.aval) for var in inside.carry]
+        slices = []
+        for whole, var in zip(parts.xs, inside.xs, strict=True):
+            part = self.fresh(var.aval)
+            labels = tuple((d,) for d in range(len(self.program.shapes[part])))
+            inner.append(Node("slice_of_scan", Kind.PART, [whole], [part], DimMap(((("x",), *labels),), (labels,))))
+            slices.append(part)
+        results = self.run(eqn.params["jaxpr"], [*parts.consts, *carry, *slices], inner, manual)
+        outputs = [self.fresh(var.aval) for var in eqn.outvars]
+        stacked = []
+        for part, whole in zip(results[num_carry:], outputs[num_carry:], strict=True):
+            rank = len(self.program.shapes[part])
+            labels = tuple((d,) for d in range(rank))
+            done = self.program.new((), 4)
+            inner.append(
+                Node("fill_of_scan", Kind.FILL, [part, whole], [done], DimMap((labels, (("x",), *labels)), ((),)))
+            )
+            stacked.append(done)
+        region = Region(inner, carry, [*results[:num_carry], *stacked])
+        nodes.append(self.loop_of("scan", region, parts.carry, outputs, inputs))
+        return outputs
+
+    def loop_of(self, name: str, region: Region, initial: list[int], outputs: list[int], inputs: list[int]) -> Node:
+        """Returns the node of a loop whose body is `region`: `initial` is what its carry begins with, among the
+        `inputs`; the first `outputs` are what it ends with."""
+        ties = [
+            Node("carry", Kind.VIEW, [a], [b], self.same([a, b]))
+            for begin, carry, handed, end in zip(initial, region.inputs, region.outputs, outputs, strict=False)
+            for a, b in ((begin, carry), (carry, end), (handed, end))
+        ]
+        # The first operands of the node are what the carry begins with.
+        rest = [value for value in inputs if value not in set(initial)]
+        return Node(name, Kind.REGIONS, [*initial, *rest], outputs, None, ties, (region,), len(initial))
+
+    def loop(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        parts = while_parts(eqn, inputs)
+        inner: list[Node] = []
+        body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
+        carry = [self.fresh(var.aval) for var in while_parts_of_body(eqn, body.invars)]
+        results = self.run(eqn.params["body_jaxpr"], [*parts.body_consts, *carry], inner, manual)
+        outputs = [self.fresh(var.aval) for var in eqn.outvars]
+        nodes.append(self.loop_of("while", Region(inner, carry, results), parts.carry, outputs, inputs))
+        return outputs
+
+    def branches(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        outputs = [self.fresh(var.aval) for var in eqn.outvars]
+        regions, ties = [], []
+        for branch in eqn.params["branches"]:
+            inner: list[Node] = []
+            results = self.run(branch, inputs[1:], inner, manual)
+            regions.append(Region(inner, [], results))
+            ties += [
+                Node("branch", Kind.VIEW, [a], [b], self.same([a, b])) for a, b in zip(results, outputs, strict=True)
+            ]
+        nodes.append(Node("cond", Kind.REGIONS, inputs, outputs, None, ties, tuple(regions)))
+        return outputs
+
+    def by_hand(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        """Adds the body of a `shard_map`, whose values have the shapes of parts."""
+        params = eqn.params
+        axes = frozenset(params.get("newly_manual_axes") or params.get("manual_axes") or self.program.sizes)
+        body, _ = _compat.open_jaxpr(params["jaxpr"])
+        is_whole = axes | manual >= set(self.program.sizes)  # otherwise the compiler splits over the other axes
+
+        def place(value: int, spec: Any) -> None:
+            self.program.splits[value] = split_of(spec, len(self.program.shapes[value]))
+            if is_whole:
+                self.program.fixed.add(value)
+
+        def between(name: str, source: int, target: int) -> Node:
+            dims = None if is_whole else self.same([source, target])
+            return Node(name, Kind.VIEW, [source], [target], dims, manual=axes)
+
+        entered = []
+        for value, var, spec in zip(inputs, body.invars, params["in_specs"], strict=True):
+            wanted = self.program.new(self.program.shapes[value], self.program.itemsizes[value])
+            place(wanted, spec)
+            nodes.append(Node("enter", Kind.VIEW, [value], [wanted], self.same([value, wanted])))
+            entered.append(self.fresh(var.aval))
+            nodes.append(between("part", wanted, entered[-1]))
+        results = self.run(params["jaxpr"], entered, nodes, manual | axes)
+        outputs = [self.fresh(var.aval) for var in eqn.outvars]
+        for value, whole, spec in zip(results, outputs, params["out_specs"], strict=True):
+            place(whole, spec)
+            nodes.append(between("leave", value, whole))
+        return outputs
+
+
+def while_parts_of_body(eqn: Any, invars: Sequence[Any]) -> list[Any]:
+    """Returns those of the body's `invars` that are the carry of the `while` equation `eqn`."""
+    return list(invars[eqn.params["body_nconsts"] :])
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def _itemsize(dtype: Any) -> int:
+    try:
+        return int(np.dtype(dtype).itemsize)
+    except TypeError:
+        return int(getattr(dtype, "itemsize", 4))
+
+
+def _kind(name: str, eqn: Any) -> Kind:
+    if name in _VIEWS or name == "broadcast_in_dim" and eqn.invars and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
+        return Kind.VIEW
+    if name in _COLLECTIVES:
+        return Kind.COLLECTIVE
+    if name in _KERNELS or OPERATIONS.of(name, eqn.params).dims is None and name not in _MADE:
+        return Kind.KERNEL
+    if name in _MADE or all(not getattr(v.aval, "shape", ()) for v in eqn.invars):
+        return Kind.MADE
+    return Kind.LOOP
+
+
+def _drop_unused(region: Region, alive: set[int]) -> None:
+    """Drops nodes whose outputs nobody reads. `alive`: what is read of the region, which grows by what it reads."""
+    kept = []
+    for node in reversed(region.nodes):
+        read = node.inputs[1:] if node.kind is Kind.FILL else node.outputs
+        if any(value in alive for value in read):
+            if node.kind is Kind.REGIONS:
+                for inner in node.regions:
+                    alive.update(inner.outputs)
+                    _drop_unused(inner, alive)
+            alive.update(node.inputs)
+            kept.append(node)
+    region.nodes[:] = reversed(kept)

@@ -1,0 +1,198 @@
+"""Simulates what is alive: the most bytes that are stored at a time, for an order of the steps.
+
+A buffer lives from the step that writes it to the last that reads it. Steps run in the order of XLA's depth-first
+scheduler, which is what the CPU's compiler means by memory-optimised: the modules that it dumps (`--xla_dump_to`) show
+the order, and which all-reduces it made one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from splitjax.cost.memory.buffers import Schedule, Step
+
+
+def combine(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedule:
+    """Puts all-reduces of one kind together, up to `limit` bytes, as XLA's `CollectiveCombiner` does: it goes through
+    the steps from the last to the first of a plain post-order, and closes a group at the first all-reduce of its kind
+    that a member waits for."""
+    steps = list(schedule.steps)
+    left = {id(step) for step in steps if step.combines}
+    steps = [steps[i] for i in _post_order(steps, schedule.outputs)]
+    waits = _waits(steps)
+    while left:
+        members: list[int] = []
+        needed = held = 0
+        for i in range(len(steps) - 1, -1, -1):
+            step = steps[i]
+            if id(step) not in left or members and step.combines != steps[members[0]].combines:
+                continue
+            size = sum(sizes[b] for b in step.writes)
+            if members and (needed >> i & 1 or held + size > limit):
+                break
+            members.append(i)
+            needed |= waits[i]
+            held += size
+        left -= {id(steps[i]) for i in members}
+        if len(members) > 1:
+            together = [steps[i] for i in members]
+            reads = [b for step in together for b in step.reads]
+            writes = [b for step in together for b in step.writes]
+            one = Step("all_reduces", reads, writes, together[0].shares, combines=together[0].combines)
+            steps = [step for i, step in enumerate(steps) if i not in set(members)] + [one]
+            steps = [steps[i] for i in _post_order(steps, schedule.outputs)]
+            waits = _waits(steps)
+    return Schedule(steps, schedule.outputs, schedule.carry)
+
+
+def _waits(steps: Sequence[Step]) -> list[int]:
+    """Returns by step what it waits for, directly or through others, as bits. `steps`: none reads what a later one
+    writes."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    waits = [0] * len(steps)
+    for i, step in enumerate(steps):
+        for b in step.reads:
+            before = writer.get(b, i)
+            if before != i:
+                waits[i] |= waits[before] | 1 << before
+    return waits
+
+
+def _post_order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
+    """Returns the steps in post-order from the outputs, operands in their order."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    seen, order = [False] * len(steps), []
+    for root in [*(writer[b] for b in outputs if b in writer), *range(len(steps))]:
+        stack = [(root, False)]
+        while stack:
+            i, done = stack.pop()
+            if done:
+                order.append(i)
+            elif not seen[i]:
+                seen[i] = True
+                stack.append((i, True))
+                stack.extend(
+                    (writer[b], False) for b in reversed(steps[i].reads) if b in writer and not seen[writer[b]]
+                )
+    return order
+
+
+def depth_first(steps: Sequence[Step], sizes: Mapping[int, int], outputs: Sequence[int]) -> list[int]:
+    """Returns the steps in post-order from the outputs, as XLA's `DFSMemoryScheduler` does: of what a step reads, that
+    first whose inputs have most further readers in all, then that of most bytes."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    num_readers: dict[int, int] = {}
+    for step in steps:
+        for b in set(step.reads):
+            num_readers[b] = num_readers.get(b, 0) + 1
+    for b in outputs:
+        num_readers[b] = num_readers.get(b, 0) + 1
+    rank: list[tuple[int, int]] = []
+    total = 0
+    operands: list[list[int]] = []
+    for i, step in enumerate(steps):
+        readers = sum(num_readers.get(b, 0) for b in step.writes)
+        extra, size = max(readers - 1, 0), sum(sizes[b] for b in step.writes)
+        total += size
+        before = list({writer[b]: None for b in step.reads if b in writer and writer[b] < i})
+        operands.append(before)
+        given = {b for b in step.reads if b not in writer}
+        extra += sum(rank[w][0] for w in before) + sum(num_readers[b] - 1 for b in given)
+        size += sum(rank[w][1] for w in before) + sum(sizes.get(b, 0) for b in given)
+        rank.append((min(extra, 2 * len(steps)), min(size, total)))
+    seen, order = [False] * len(steps), []
+    roots = sorted({writer[b] for b in outputs if b in writer}, key=rank.__getitem__, reverse=True)
+    for root in [*roots, *range(len(steps))]:
+        stack = [(root, False)]
+        while stack:
+            i, done = stack.pop()
+            if done:
+                order.append(i)
+                continue
+            if seen[i]:
+                continue
+            seen[i] = True
+            stack.append((i, True))
+            stack.extend((w, False) for w in sorted(operands[i], key=rank.__getitem__) if not seen[w])
+    return order
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Holds the most bytes that are stored at a time, and the buffers that are stored then, the largest first."""
+
+    num_bytes: int
+    alive: tuple[int, ...]
+
+
+def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], limit: int, careful: bool = False) -> Peak:
+    """Returns the peak of a schedule.
+
+    **Arguments:** `sizes`: bytes by buffer. `free`: buffers that are counted elsewhere, such as arguments. `limit`: up
+    to how many bytes all-reduces become one. `careful`: the most of several orders, and nothing is written in place,
+    instead of the order that XLA is known to take."""
+    schedule = combine(schedule, sizes, limit)
+    steps = schedule.steps
+    inner = [_inside(step, sizes, limit, careful) for step in steps]
+    orders = [depth_first(steps, sizes, schedule.outputs)]
+    if careful:
+        orders.append(list(range(len(steps))))
+    peaks = [_peak_in_order(schedule, order, sizes, inner, free, careful) for order in orders]
+    return max(peaks, key=lambda peak: peak.num_bytes)
+
+
+def _inside(step: Step, sizes: Mapping[int, int], limit: int, careful: bool) -> Peak:
+    """Returns what the loop or the branches of a step store besides what is stored outside."""
+    peaks = []
+    for inside in step.inside:
+        written = {b for each in inside.steps for b in each.writes}
+        outside = {b for each in inside.steps for b in each.reads if b not in written}
+        free = outside | {before for before, _ in inside.carry} | set(step.writes)
+        peaks.append(peak_of(inside, sizes, free, limit, careful))
+    return max(peaks, key=lambda peak: peak.num_bytes, default=Peak(0, ()))
+
+
+def _peak_in_order(
+    schedule: Schedule,
+    order: Sequence[int],
+    sizes: Mapping[int, int],
+    inner: Sequence[Peak],
+    free: set[int],
+    careful: bool,
+) -> Peak:
+    """Returns the peak where the steps run in this `order`. `inner`: by step, what it stores inside."""
+    steps, last = schedule.steps, {}
+    for place, i in enumerate(order):
+        last.update(dict.fromkeys(steps[i].reads, place))
+        for b in steps[i].writes:
+            last.setdefault(b, place)
+    last.update(dict.fromkeys(schedule.outputs, len(order)))
+    ends: dict[int, list[int]] = {}
+    for b, place in last.items():
+        ends.setdefault(place, []).append(b)
+    over = {after: before for before, after in schedule.carry}
+    stored = most = 0
+    live: set[int] = set()
+    alive: tuple[int, ...] = ()
+    for place, i in enumerate(order):
+        step = steps[i]
+        dying = [b for b in ends.get(place, ()) if b in live and b not in step.writes]
+        before = stored
+        for b in step.writes:
+            # What a loop hands on takes the place of what came in, where nothing reads that any more.
+            if b in free or b in live or last.get(over.get(b, -1), len(order) + 1) <= place:
+                continue
+            live.add(b)
+            stored += sizes[b]
+        shared = 0
+        if step.shares and not careful and stored > before:
+            shared = max((sizes[b] for b in dying if sizes[b] == sizes[step.writes[0]]), default=0)
+        if stored - shared + inner[i].num_bytes > most:
+            most = stored - shared + inner[i].num_bytes
+            alive = (*live, *inner[i].alive)
+        for b in ends.get(place, ()):
+            if b in live:
+                live.discard(b)
+                stored -= sizes[b]
+    return Peak(most, tuple(sorted(alive, key=sizes.__getitem__, reverse=True)))

@@ -1,0 +1,75 @@
+"""What is alive at a time, against peaks counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from splitjax.cost.memory.buffers import Schedule, Step
+from splitjax.cost.memory.timeline import combine, depth_first, peak_of
+
+NO_LIMIT = 2**60
+
+
+def test_a_buffer_lives_from_its_writer_to_its_last_reader():
+    # 1 -> 2 -> 3 -> 4, and 1 is read again at the end
+    steps = [Step("a", [], [1]), Step("b", [1], [2]), Step("c", [2], [3]), Step("d", [1, 3], [4])]
+    sizes = {1: 10, 2: 100, 3: 1, 4: 5}
+    peak = peak_of(Schedule(steps, [4], []), sizes, set(), NO_LIMIT)
+    assert peak.num_bytes == 10 + 100 + 1 and set(peak.alive) == {1, 2, 3}
+
+
+def test_what_is_written_in_place_is_counted_once_unless_with_care():
+    steps = [Step("a", [], [1]), Step("add", [1], [2], shares=True)]
+    schedule, sizes = Schedule(steps, [2], []), {1: 8, 2: 8}
+    assert peak_of(schedule, sizes, set(), NO_LIMIT).num_bytes == 8
+    assert peak_of(schedule, sizes, set(), NO_LIMIT, careful=True).num_bytes == 16
+
+
+def test_a_loop_hands_on_in_place_where_what_came_in_is_read_no_more():
+    def loop(*late: Step) -> int:
+        body = Schedule([Step("square", [10], [11]), *late], [11], [(10, 11)])
+        steps = [Step("a", [], [1]), Step("scan", [1], [2], inside=(body,))]
+        return peak_of(Schedule(steps, [2], []), {1: 8, 2: 8, 10: 8, 11: 8, 12: 1}, {1}, NO_LIMIT).num_bytes
+
+    assert loop() == 8
+    assert loop(Step("late", [10], [12])) == 8 + 8 + 1
+
+
+def test_all_reduces_that_do_not_wait_for_each_other_become_one():
+    kind = ("all_reduce", "data")
+    steps = [
+        Step("a", [], [1]),
+        Step("sum", [1], [2], combines=kind),
+        Step("b", [2], [3]),  # what follows waits for the first sum
+        Step("sum", [3], [4], combines=kind),
+        Step("sum", [3], [5], combines=kind),
+        Step("other", [3], [6], combines=("all_reduce", "model")),
+    ]
+    sizes = dict.fromkeys(range(1, 7), 4)
+    names = lambda limit: sorted(
+        (step.combines[1], len(step.writes))
+        for step in combine(Schedule(steps, [4, 5, 6], []), sizes, limit).steps
+        if step.combines
+    )
+    assert names(NO_LIMIT) == [("data", 1), ("data", 2), ("model", 1)]
+    assert names(7) == [("data", 1), ("data", 1), ("data", 1), ("model", 1)]
+
+
+def test_every_order_writes_before_it_reads_and_loses_no_step():
+    draws = random.Random(0)
+    for _ in range(50):
+        steps = []
+        for i in range(30):
+            reads = draws.sample(range(i), min(i, draws.randrange(3)))
+            kind = draws.choice([(), (), ("sum", "data"), ("sum", "model")])
+            steps.append(Step("op", reads, [i], combines=kind))
+        sizes = {i: draws.randrange(1, 100) for i in range(30)}
+        schedule = combine(Schedule(steps, [29, 28], []), sizes, NO_LIMIT)
+        assert sorted(itertools.chain.from_iterable(step.writes for step in schedule.steps)) == list(range(30))
+        for order in (depth_first(schedule.steps, sizes, [29, 28]), range(len(schedule.steps))):
+            written = set()
+            for i in order:
+                assert written.issuperset(schedule.steps[i].reads)
+                written.update(schedule.steps[i].writes)
+            assert len(written) == 30
