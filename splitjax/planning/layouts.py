@@ -12,6 +12,7 @@ from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes, spec_text
 from splitjax.planning.draft import Draft
+from splitjax.planning.examples import check_examples
 from splitjax.planning.sites.constraints import place_batches
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.assign import Assignment
@@ -40,6 +41,7 @@ def lay_out(draft: Draft) -> Draft:
         layout = _pinned(graph, request.pinned, mesh)
     else:
         layout = assign(graph, request.rules, mesh, draft.pins.by_path)
+        check_examples(draft, layout.leaves)
         unmatched = unmatched_paths(request.rules.rules, graph)
         layout = dataclasses.replace(layout, notes=(*layout.notes, *unmatched))
     return dataclasses.replace(draft, layout=layout, notes=(*layout.notes, *draft.pins.notes))

@@ -12,6 +12,7 @@ from splitjax.cost import Prediction
 from splitjax.cost.compute import split_axes
 from splitjax.plan import PlanWarning
 from splitjax.planning.draft import Draft
+from splitjax.rules.match import axes_text
 
 # A device that computes more than this over its even share is worth a warning.
 MAX_OVER_IDEAL = 1.1
@@ -35,7 +36,7 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
     extra: dict[str, int] = {}  # layer -> flops beyond its even share
     idle: dict[str, int] = {}  # axis -> the same, of the layers that it does not share
     whole: dict[str, int] = {}  # the same, of layers whose examples are on every device of some batch axis
-    batch_axes = draft.layout.batch_axes
+    batch_axes, wanted = draft.layout.batch_axes, draft.request.rules.batch_axes(mesh)
     for flow in predicted.flows:
         shared = split_axes(graph, flow, mesh, batch_axes)
         missed = [axis for axis in mesh.present(mesh.names) if axis not in shared]
@@ -46,7 +47,7 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
         extra[layer] = extra.get(layer, 0) + beyond
         for axis in missed:
             idle[axis] = idle.get(axis, 0) + beyond
-            if axis in batch_axes:
+            if axis in wanted:
                 whole[layer] = whole.get(layer, 0) + beyond
     axes = [axis for axis in mesh.names if axis in idle]
     over = " and ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
@@ -68,7 +69,7 @@ def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dic
     if whole:
         return (
             "let the number of examples that a product sees at once divide by"
-            f" {' x '.join(layout.batch_axes)}={mesh.size(layout.batch_axes)}"
+            f" {axes_text(mesh, draft.request.rules.batch_axes(mesh))}"
         )
     names = " and ".join(axes)
     return (

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from splitjax.errors import BatchError, MeshError, Refusal, RuleError, UnavailableError
+from splitjax.errors import MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes, spec_text
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
@@ -87,9 +87,9 @@ def assign(
     outvoted = _outvoted(graph, rules, mesh, decisions, heeded) if heeded else []
     for axis in idle_axes(graph, rules, mesh, decisions):
         raise _idle(graph, rules, mesh, decisions, axis)
-    batch_axes = rules.batch_axes(mesh)
-    _check_batch(graph, mesh, batch_axes)
-    leaves = tuple(_leaf(graph, mesh, decisions, batch_axes, leaf) for leaf in graph.leaves)
+    wanted = rules.batch_axes(mesh)
+    batch_axes, batch_notes = _batch_axes(graph, mesh, wanted)
+    leaves = tuple(_leaf(graph, mesh, decisions, wanted, leaf) for leaf in graph.leaves)
     specs = {leaf.path: leaf.spec for leaf in leaves}
     layers = []
     for layer in graph.layers:
@@ -118,7 +118,7 @@ def assign(
         batch_axes,
         leaves,
         tuple(layers),
-        tuple(notes),
+        (*notes, *batch_notes),
         dead_rules(rules, decisions),
         {path: decision.unfit for path, decision in decisions.params.items() if decision.unfit},
     )
@@ -287,31 +287,37 @@ def _why_idle(rule: Rule, axis: str, mesh: MeshShape, decisions: Decisions) -> s
     return f"matches {count}, and none of them can be split" + (f"; {noted.path}: {noted.note}" if noted.note else "")
 
 
-def _check_batch(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> None:
-    """Raises `BatchError` where the batch, or a batch argument, does not divide by the axes that split it."""
-    num = mesh.size(batch_axes)
-    sizes = {"the batch": graph.num_examples} if graph.num_examples is not None else {}
-    sizes |= {leaf.path: leaf.shape[leaf.example_dim] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
-    for place, size in sizes.items():
-        if size % num == 0:
-            continue
-        smaller, larger = size // num * num, -(-size // num) * num
-        nearest = f"{smaller} or {larger}" if smaller else f"{larger}"
-        raise BatchError(
-            f"{size} examples do not divide by {axes_text(mesh, batch_axes)}",
-            value=size,
-            place=place,
-            remedy=f"use {nearest} examples, or a mesh in which {' x '.join(batch_axes)} divides {size}",
-        )
+def _batch_axes(graph: Graph, mesh: MeshShape, wanted: Axes) -> tuple[Axes, tuple[str, ...]]:
+    """Returns the axes over which all batches lie, of those that are `wanted`, and lines for the plan: each batch lies
+    over the axes whose devices divide it, the most devices that do. What only some of them lie over is left to XLA: a
+    constraint that does not divide is one that XLA's partitioner gives wrong numbers for."""
+    used = set(wanted)
+    groups: dict[tuple[int, Axes], list[str]] = {}
+    for leaf in graph.leaves:
+        if leaf.role == "batch" and leaf.shape:
+            size = leaf.shape[leaf.example_dim]
+            axes = mesh.dividing(wanted, size)
+            used.intersection_update(axes)
+            if axes != wanted:
+                groups.setdefault((size, axes), []).append(leaf.path)
+    if not groups:
+        return wanted, ()
+    notes = [
+        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''}: {size} examples do not"
+        f" divide by {axes_text(mesh, wanted)}, so they lie over {axes_text(mesh, axes) if axes else 'no axis'}"
+        for (size, axes), paths in groups.items()
+    ]
+    return tuple(axis for axis in wanted if axis in used), tuple(notes)
 
 
-def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, batch_axes: tuple[str, ...], leaf: Leaf) -> LeafPlan:
+def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, wanted: tuple[str, ...], leaf: Leaf) -> LeafPlan:
     note = ""
     if leaf.role == "param":
         decision = decisions.params[leaf.path]
         spec, rule, note = tuple(spec_entry(axes) for axes in decision.axes), decision.rule, decision.note
     elif leaf.role == "batch":
-        spec = tuple(spec_entry(batch_axes) if dim == leaf.example_dim else None for dim in range(len(leaf.shape)))
+        axes = mesh.dividing(wanted, leaf.shape[leaf.example_dim]) if leaf.shape else ()
+        spec = tuple(spec_entry(axes) if dim == leaf.example_dim else None for dim in range(len(leaf.shape)))
         rule = "batch"
     elif leaf.role == "input":
         spec, rule = (None,) * len(leaf.shape), "input"

@@ -94,7 +94,6 @@ def bind(fn: Callable[..., Any], options: ArgumentRoles, args: tuple[Any, ...]) 
         spans.append((start, len(leaves)))
     tree = jax.tree.structure([arg for number, arg in enumerate(args) if number not in options.static_argnums])
     avals = tuple(describe(leaf, argument.path) for leaf, argument in zip(leaves, arguments, strict=True))
-    _check_examples(fn, avals, arguments)
     signature = Signature(tree, avals, tuple(static))
     return Bound(tuple(args), tuple(leaves), tuple(spans), signature, tuple(arguments))
 
@@ -203,21 +202,6 @@ def _hashable(value: Any, number: int, fn: Callable[..., Any]) -> Any:
             remedy="pass a tuple, a frozen dataclass or a number, or drop it from static_argnums",
         ) from None
     return value
-
-
-def _check_examples(fn: Callable[..., Any], avals: Sequence[Aval], arguments: Sequence[Argument]) -> None:
-    """Raises `BatchError` where batch arrays disagree on the number of examples."""
-    sizes = {a.path: shape[0] for (shape, _, _), a in zip(avals, arguments, strict=True) if a.is_batch and shape}
-    if len(set(sizes.values())) > 1:
-        raise BatchError(
-            "batch arrays disagree on the number of examples (their leading dim)",
-            value=sizes,
-            place=f"call of {step_name(fn)}",
-            remedy=(
-                "give all batch arrays the same leading dim; pass what is not per example as an argument of its own, "
-                "outside batch_argnums"
-            ),
-        )
 
 
 def difference(new: Bound, old: Bound) -> tuple[int, str]:

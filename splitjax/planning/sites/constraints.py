@@ -99,12 +99,12 @@ def place_batches(
             wanted_whole.update(use.fed_by)
     if not split:
         return leaves
-    rest = tuple(axis for axis in batch_axes if axis not in split)
-    entry = rest[0] if len(rest) == 1 else rest or None
 
     def place(leaf: LeafPlan) -> LeafPlan:
         if leaf.role != "batch" or not leaf.shape or leaf.path in wanted_whole:
             return leaf
+        rest = tuple(axis for axis in spec_axes(leaf.spec) if axis not in split)
+        entry = rest[0] if len(rest) == 1 else rest or None
         return dataclasses.replace(
             leaf,
             spec=tuple(entry if axes else None for axes in leaf.spec),

@@ -1,0 +1,66 @@
+"""Tells where the examples of a batch have to be told apart, and refuses batches in which they cannot.
+
+A layout alone needs no examples: a batch that does not divide lies over fewer devices, and arrays whose leading dims
+are of their own (the nodes and edges of graphs) are laid out one by one. What gives workers, turns or microbatches
+examples of their own needs as many in every array of the batch, and equal shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitjax.errors import BatchError
+from splitjax.plan import LeafPlan
+from splitjax.planning.draft import Draft
+from splitjax.primitives.walk import walk
+from splitjax.rules.match import axes_text
+from splitjax.step.boundary import is_boundary
+
+
+def check_examples(draft: Draft, leaves: Sequence[LeafPlan]) -> None:
+    """Raises `BatchError` where a step has to tell its examples apart and cannot.
+
+    **Arguments:** `draft`: the step, and what is asked for. `leaves`: its layout."""
+    graph, mesh = draft.graph, draft.shape
+    reason = _apart(draft)
+    if reason is None:
+        return
+    sizes = {leaf.path: leaf.shape[leaf.example_dim] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
+    if len(set(sizes.values())) > 1:
+        raise BatchError(
+            f"batch arrays disagree on the number of examples (their leading dim), and {reason} needs to tell examples"
+            " apart",
+            value=sizes,
+            place=f"call of {draft.request.name}",
+            remedy=(
+                "give all batch arrays the same leading dim, pass what is not per example as an argument of its own,"
+                " outside batch_argnums, or do without it: every array is laid out for itself then"
+            ),
+        )
+    axes = draft.request.rules.batch_axes(mesh)
+    num = mesh.size(axes)
+    for path, size in sizes.items():
+        if size % num:
+            smaller, larger = size // num * num, -(-size // num) * num
+            nearest = f"{smaller} or {larger}" if smaller else f"{larger}"
+            raise BatchError(
+                f"{size} examples do not divide by {axes_text(mesh, axes)}, and {reason} needs equal shares",
+                value=size,
+                place=path,
+                remedy=f"use {nearest} examples, or a mesh in which {' x '.join(axes)} divides {size}",
+            )
+
+
+def _apart(draft: Draft) -> str | None:
+    """Returns what needs to tell examples apart; None where the layout alone is asked for."""
+    request = draft.request
+    if request.backprop is not None:
+        return "partial backpropagation"
+    if request.group_comm in ("turns", "modulo"):
+        return f"group_comm={request.group_comm!r}"
+    if not request.sync.is_dense:
+        return "a table that is synchronised by rows"
+    for visit in walk(draft.traced.jaxpr, lambda visit: True):
+        if is_boundary(visit.eqn) and visit.eqn.params["microbatches"] not in (None, 1):
+            return f"microbatches={visit.eqn.params['microbatches']}"
+    return None
