@@ -50,8 +50,16 @@ class Kernel:
             return self.fn(*operands, **options)
         self._check(operands, options)
         values = [jnp.asarray(operand) for operand in operands]
-        _, shape = _compat.trace(lambda *arrays: self.fn(*arrays, **options), *_types(values))
+        closed, shape = _compat.trace(lambda *arrays: self.fn(*arrays, **options), *_types(values))
         leaves, tree = jax.tree.flatten(shape)
+        captured = next((value for value in _compat.open_jaxpr(closed)[1] if isinstance(value, Tracer)), None)
+        if captured is not None:
+            raise KernelError(
+                "the function of a kernel closes over a traced array",
+                value=captured,
+                place=repr(self),
+                remedy="pass it by position, and give it a group of labels in dims: each device takes its part of it",
+            )
         if len(leaves) != len(self.dims.results):
             raise KernelError(
                 f"the dims have {len(self.dims.results)} results, the kernel gives {len(leaves)}",

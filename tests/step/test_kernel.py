@@ -285,6 +285,9 @@ def test_calls_that_do_not_fit():
     assert jax.jit(functools.partial(scaled, by=2.0))(jnp.ones(3)).sum() == 6
     with pytest.raises(KernelError, match="passed by keyword"):
         jax.jit(lambda x: scaled(x, by=x))(jnp.ones(3))
+    with pytest.raises(KernelError, match="closes over a traced array") as caught:
+        jax.jit(lambda x, mask: splitjax.kernel(lambda x: x * mask, "b -> b")(x))(jnp.ones(3), jnp.ones(3))
+    assert "by position" in caught.value.remedy
 
 
 def test_a_promise_that_does_not_hold_is_found():
