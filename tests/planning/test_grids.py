@@ -85,7 +85,7 @@ def test_which_grid_dims_may_be_split(kernel, shapes, in_specs, out_specs, allow
     assert split_dims(params) == allowed
 
 
-@pytest.mark.parametrize("rules", MESHES)
+@pytest.mark.parametrize("rules", [pytest.param("data_parallel", marks=pytest.mark.slow), "megatron"])
 def test_calls_run_on_parts(rules, data):
     """Plain `jax.grad` traces the forward and the backward call into the step, where lowering reaches them."""
     expected = jax.jit(train(attention))(*data)

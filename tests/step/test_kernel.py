@@ -64,7 +64,7 @@ def close(got, expected):
 RULES = ["data_parallel", "megatron", "fsdp"]
 
 
-FIRST = {("boundary", "megatron"), ("plain", "data_parallel"), ("microbatches", "fsdp"), ("microbatches", "megatron")}
+FIRST = {("boundary", "megatron"), ("plain", "data_parallel"), ("microbatches", "megatron")}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,7 @@ def test_labels_of_factors_leading_dims_and_examples_of_vmap():
     close(step(params, x), jax.jit(train(loss_fn, differentiate=jax.value_and_grad))(params, x))
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan_that_are_computed_again(data):
     def loss_fn(params, batch):
         layer = network(kept_attention, kept_norm)
@@ -291,7 +292,7 @@ def test_calls_that_do_not_fit():
 
 
 def test_a_promise_that_does_not_hold_is_found():
-    q = jax.random.normal(jax.random.key(0), (2, 4, 2, 4))
+    q = jax.random.normal(jax.random.key(0), (2, 2, 2, 2))
     kept_attention.check(q, q, q)
     with pytest.raises(KernelError, match="on halves along 'd'") as caught:
         splitjax.kernel(attention, DIMS).check(q, q, q)
