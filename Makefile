@@ -12,14 +12,14 @@ BIN := $(VENV)/bin
 # which are those of processes and files. Nor `one_version`:
 # where a test has many sizes (meshes, numbers of workers), one of each kind calls the same functions of JAX as the others do.
 CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not gpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/faults --ignore=tests/benchmarks --ignore=tests/typing \
-	--ignore=tests/runtime/launch/test_launch.py --ignore=tests/runtime/checkpoint/test_checkpoint_page.py --ignore=tests/test_docs.py
+	--ignore=tests/runtime/launch/test_launch.py --ignore=tests/runtime/checkpoint/test_checkpoint_page.py --ignore=tests/test_docs.py --ignore=tests/test_site.py
 # One file's tests run in one process, which shares what their fixtures compile. The order is the folders': the short ones are last, so that no process
 # is left alone with a long one. A process that dies ends the run: one in its place can be left without work, waiting for ever.
 IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-slow test-gpu-aot lint notebooks mutants clean
+.PHONY: help demo test test-core test-slow test-gpu-aot lint docs notebooks mutants clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,11 +51,15 @@ lint: $(MARKED)-test ## check style, formatting and types
 mutants: $(MARKED)-test ## change one line of the package at a time: each time a test has to fail (a few minutes on two cores)
 	$(BIN)/python -m benchmarks mutants --jobs $(JOBS) $(MUTANTS_ARGS)
 
+docs: $(MARKED)-docs ## build the site into docs/_build/html, without a warning
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -c docs -d docs/_build/doctrees . docs/_build/html
+	@echo 'site: docs/_build/html/index.html'
+
 notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
 	$(BIN)/python -m jupytext --to ipynb --update notebooks/*.py
 
 clean: ## remove the environments and what the tools cached
-	rm -rf .venv .venv-newer build dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-newer build dist docs/_build .pytest_cache .hypothesis .ruff_cache
 
 # One mark per set of extras, younger than pyproject.toml once installed: a second `make` goes straight to work.
 $(MARKED)-%: pyproject.toml $(MARKED)-nothing

@@ -1,7 +1,7 @@
 """Typed errors. Every mistake a user can make names the value, the place and the remedy.
 
-All of them derive from :class:`SplitjaxError`, and also from the builtin exception that fits best, so that
-``except ValueError`` in existing code keeps working.
+All of them derive from `SplitjaxError`, and also from the builtin exception that fits best, so that
+`except ValueError` in existing code keeps working.
 """
 
 from __future__ import annotations

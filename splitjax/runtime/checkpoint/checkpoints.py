@@ -56,13 +56,16 @@ class Checkpoints:
     """Saves and restores the checkpoints in one folder; use it as a context manager. In a run of several processes all
     of them make it, and call its methods with the same arguments in the same order.
 
-    **Arguments:** `options`: the folder, and how checkpoints are kept in it.
+    **Arguments:** `options`: the folder, and how checkpoints are kept in it; a path alone means the options' defaults.
 
     Raises `CheckpointError` for a folder that cannot be used. What runs that died left half written is removed here.
     """
 
-    def __init__(self, options: CheckpointOptions):
-        self.options = options
+    def __init__(self, options: CheckpointOptions | Path | str):
+        self.options: CheckpointOptions = (
+            options if isinstance(options, CheckpointOptions) else CheckpointOptions(options)
+        )
+        options = self.options
         self._folder = Path(options.directory)
         self._seconds = options.timeout_seconds
         self._peers = Peers("checkpoints")

