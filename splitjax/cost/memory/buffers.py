@@ -108,7 +108,12 @@ class Storage:
         for node in region.nodes:
             for inner in node.regions:
                 self._rewrite(inner)
-            if node.kind is Kind.VIEW and node.dims is not None and len(node.inputs) == 1 == len(node.outputs):
+            if (
+                node.kind is Kind.VIEW
+                and node.name != "transpose"
+                and node.dims is not None
+                and len(node.inputs) == 1 == len(node.outputs)
+            ):
                 nodes += self._moved(node)
                 continue
             before, after = ([], []) if node.dims is None or node.kind is Kind.REGIONS else self._partition(node)

@@ -17,7 +17,7 @@ from splitjax import _compat
 from splitjax.cost.memory.program import Kind, Node, Program, Region, Split
 from splitjax.plan import spec_axes
 from splitjax.primitives.calls import CallKind, call_body, kind_of, scan_parts, while_parts
-from splitjax.primitives.dims import DimMap
+from splitjax.primitives.dims import DimMap, Shape
 from splitjax.primitives.table import OPERATIONS
 
 _VIEWS = frozenset(
@@ -75,6 +75,7 @@ def split_of(spec: Sequence[Any], rank: int) -> Split:
 class _Reader:
     program: Program
     zeros: set[int] = dataclasses.field(default_factory=set)
+    products: set[int] = dataclasses.field(default_factory=set)
 
     def is_zero(self, atom: Any, value: int) -> bool:
         return (
@@ -140,9 +141,12 @@ class _Reader:
             spec = getattr(eqn.params["sharding"], "spec", None)
             if spec is not None:
                 self.fix(outputs[0], split_of(spec, len(self.program.shapes[outputs[0]])))
-        nodes.append(
-            Node(name, _kind(name, eqn), inputs, outputs, self.dims(eqn, inputs, outputs), eqn.params, manual=manual)
-        )
+        dims, kind = self.dims(eqn, inputs, outputs), _kind(name, eqn)
+        if name == "dot_general":
+            self.products.update(outputs)
+        if name == "transpose" and inputs[0] in self.products and len(self.program.shapes[inputs[0]]) == 2:
+            kind = Kind.VIEW  # compilers multiply the other way round instead
+        nodes.append(Node(name, kind, inputs, outputs, dims, eqn.params, manual=manual))
         return outputs
 
     def dims(self, eqn: Any, inputs: list[int], outputs: list[int]) -> DimMap | None:
@@ -150,7 +154,9 @@ class _Reader:
         rule = OPERATIONS.of(name, eqn.params).dims
         if name == "sharding_constraint":
             return self.same([inputs[0], outputs[0]])
-        if rule is None or name in _COLLECTIVES:
+        if name in _COLLECTIVES:
+            return _dims_of_collective([shapes[v] for v in inputs], [shapes[v] for v in outputs])
+        if rule is None:
             return None
         try:
             return rule([shapes[v] for v in inputs], [shapes[v] for v in outputs], eqn.params)
@@ -248,6 +254,17 @@ class _Reader:
             place(whole, spec)
             nodes.append(between("leave", value, whole))
         return outputs
+
+
+def _dims_of_collective(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> DimMap | None:
+    """Returns how dims run through a collective between devices: those that keep their size do."""
+    if [len(shape) for shape in inputs] != [len(shape) for shape in outputs]:
+        return None
+    label = lambda side, k, d: (k, d) if inputs[k][d] == outputs[k][d] else (side, k, d)
+    of = lambda side, shapes: tuple(
+        tuple((label(side, k, d),) for d in range(len(shape))) for k, shape in enumerate(shapes)
+    )
+    return DimMap(of("in", inputs), of("out", outputs))
 
 
 def while_parts_of_body(eqn: Any, invars: Sequence[Any]) -> list[Any]:
