@@ -71,7 +71,7 @@ def test_a_scan_keeps_its_residuals_stacked_and_remat_only_its_carry():
 
 
 def test_manual_regions_have_the_shapes_of_parts():
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def fn(x, w):
         spec = jax.sharding.PartitionSpec("data")
