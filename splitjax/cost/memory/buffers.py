@@ -34,17 +34,15 @@ class Compiler:
       anywhere (the right one); others are transposed into an array of their own.
     - `combines_bytes`: all-reduces over the same axes that do not wait for each other become one, up to so many bytes.
     - `reduces_apart`: an all-reduce writes another array than it reads.
-    - `tile`: what the last two dims are filled up to.
     """
 
     transposes_operands: bool
     combines_bytes: int
     reduces_apart: bool
-    tile: tuple[int, int] = (1, 1)
 
 
 CPU = Compiler(transposes_operands=True, combines_bytes=2**62, reduces_apart=True)
-TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False, tile=(8, 128))
+TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -241,24 +239,7 @@ class Storage:
                 self._users.setdefault(value, []).append(node)
 
     def _store(self, value: int) -> None:
-        self.sizes[value] = self._padded(value)
-
-    def _padded(self, value: int) -> int:
-        program, tile = self.program, self.compiler.tile
-        if tile == (1, 1):
-            return program.bytes_of(value)
-        parts = [
-            -(-size // program.num_parts(axes))
-            for size, axes in zip(program.shapes[value], program.splits[value], strict=True)
-        ]
-        if len(parts) >= 2 and parts[-1] and parts[-2]:
-            parts[-1], parts[-2] = (
-                -(-n // t) * t for n, t in zip((parts[-1], parts[-2]), (tile[1], tile[0]), strict=True)
-            )
-        count = program.itemsizes[value]
-        for part in parts:
-            count *= part
-        return count
+        self.sizes[value] = self.program.bytes_of(value)
 
     def _fused_readers(self, value: int) -> list[Node] | None:
         """Readers of a value through views; None where a result of a region reads it."""
