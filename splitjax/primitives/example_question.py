@@ -77,24 +77,32 @@ class Question:
         """Returns the shape of the operand at `position` for the whole batch."""
         return tuple(self.types_in[position][0].shape)
 
-    def carried(self, *positions: int) -> ExampleDim:
-        """Returns the common layout of the operands at `positions`, of all by default. Raises `Mixed` without such."""
+    def carried(self, *positions: int) -> ExampleDim | Mixed:
+        """Returns the common layout of the operands at `positions`, of all by default; `Mixed` without such."""
         chosen = positions or range(len(self.infos))
         return merge_layouts([layout for i in chosen if (layout := self.infos[i].layout) is not None])
 
-    def spread(self, layout: ExampleDim, fact: Fact | ExampleNumberColumn | None = None) -> RuleOutcome:
+    def spread(self, layout: ExampleDim | Mixed, fact: Fact | ExampleNumberColumn | None = None) -> RuleOutcome | Mixed:
         """Answers that every result holds examples as an operand with `layout` does, in the dim where traces differ.
 
-        `fact`: what is known of the results' numbers. Raises `Mixed` where a result has no such dim."""
-        layouts = [self.batch.layout(types, layout) for types in self.types_out]
-        if any(result is None for result in layouts):
-            raise Mixed("it loses the dim that holds the examples")
-        return RuleOutcome(tuple(Info(False, EXAMPLES, result, fact=fact) for result in layouts))
+        `fact`: what is known of the results' numbers. `Mixed` where `layout` is, and where a result has no such dim."""
+        if isinstance(layout, Mixed):
+            return layout
+        infos = []
+        for types in self.types_out:
+            result = self.batch.layout(types, layout)
+            if isinstance(result, Mixed):
+                return result
+            if result is None:
+                return Mixed("it loses the dim that holds the examples")
+            infos.append(Info(False, EXAMPLES, result, fact=fact))
+        return RuleOutcome(tuple(infos))
 
-    def without_examples(self, *positions: int) -> None:
-        """Raises `Mixed` if an operand at one of the `positions`, which choose entries, holds examples."""
+    def choosing_examples(self, *positions: int) -> Mixed | None:
+        """Returns `Mixed` if an operand at one of the `positions`, which choose entries, holds examples, else None."""
         if any(self.infos[i].layout is not None for i in positions):
-            raise Mixed("which entries it takes depends on the example")
+            return Mixed("which entries it takes depends on the example")
+        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,8 +121,8 @@ class RuleOutcome:
     draws: bool = False
 
 
-# Says what an operation does with the dim that holds examples, or raises `Mixed` with what it does to them.
-ExampleRule = Callable[[Question], RuleOutcome]
+# Says what an operation does with the dim that holds examples; `Mixed` where it combines them.
+ExampleRule = Callable[[Question], RuleOutcome | Mixed]
 
 
 def is_same_constant(a: Any, b: Any) -> bool:
@@ -164,8 +172,8 @@ SIZES: frozenset[str] = frozenset(
 )
 
 
-def require_same_params(node: PairedEquation, allowed: frozenset[str] = SIZES) -> None:
-    """Raises `Mixed` if a parameter of `node` differs between the two traces, but for those named in `allowed`."""
+def mixed_params(node: PairedEquation, allowed: frozenset[str] = SIZES) -> Mixed | None:
+    """Returns `Mixed` if a parameter of `node` differs between the two traces, but for those named in `allowed`; None
+    if none does."""
     names = differing_params(node, allowed)
-    if names:
-        raise Mixed(f"its parameter {names[0]!r} depends on the number of examples")
+    return Mixed(f"its parameter {names[0]!r} depends on the number of examples") if names else None

@@ -91,11 +91,14 @@ class Info:
         return self.layout
 
 
-class Mixed(Exception):
-    """Raised by a rule: the operation combines examples in a way that slices cannot reproduce.
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """Answers, in place of a relation, that examples are combined in a way that slices cannot reproduce.
 
-    Its argument is what the operation does, as a clause, or the `Reason` of an operand for which that is known.
+    - `why`: what the operation does, as a clause; the `Reason` of an operand for which that is known.
     """
+
+    why: str | Reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,51 +118,51 @@ class Batch:
         """Tells whether the part trace has as many examples as are run, so that its equations hold as they are."""
         return self.part == self.run
 
-    def resize(self, whole: int, part: int) -> int:
-        """Returns a size at the number of examples that is run, from its values `whole` and `part` in the two traces.
-
-        Raises `Mixed` where that is no whole number."""
+    def resize(self, whole: int, part: int) -> int | Mixed:
+        """Returns a size at the number of examples that is run, from its values `whole` and `part` in the two traces;
+        `Mixed` where that is no whole number."""
         steps, rest = divmod((part - whole) * (self.run - self.part), self.part - self.whole)
         if rest:
-            raise Mixed(f"a size is {whole} for the whole batch and {part} for {self.part} examples")
+            return Mixed(f"a size is {whole} for the whole batch and {part} for {self.part} examples")
         return part + steps
 
-    def sliced_dims(self, types: Types) -> tuple[int, ...]:
-        """Returns the dims whose sizes differ between the two traces; `types` are a value's types in them.
-
-        Raises `Mixed` where even the number of dims differs."""
+    def sliced_dims(self, types: Types) -> tuple[int, ...] | Mixed:
+        """Returns the dims whose sizes differ between the two traces, `Mixed` where even the number of dims does;
+        `types` are a value's types in them."""
         whole, part = (getattr(aval, "shape", ()) for aval in types)
         if len(whole) != len(part):
-            raise Mixed("the number of dims depends on the number of examples")
+            return Mixed("the number of dims depends on the number of examples")
         return tuple(i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b)
 
-    def example_dim(self, types: Types) -> int | None:
+    def example_dim(self, types: Types) -> int | None | Mixed:
         """Returns the dim that holds examples, None without; `types` are the value's types in the two traces.
 
-        Raises `Mixed` for several such dims, or for a size that is no multiple of the number of examples."""
+        `Mixed` for several such dims, or for a size that is no multiple of the number of examples."""
         dims = self.sliced_dims(types)
+        if isinstance(dims, Mixed):
+            return dims
         if len(dims) > 1:
-            raise Mixed("it pairs examples with other examples")
+            return Mixed("it pairs examples with other examples")
         if len(dims) == 0:
             return None
         dim = dims[0]
         whole, part = types[0].shape[dim], types[1].shape[dim]
         if whole % self.whole or whole * self.part != part * self.whole:
-            raise Mixed(f"a dim of size {whole} does not hold whole examples")
+            return Mixed(f"a dim of size {whole} does not hold whole examples")
         return dim
 
-    def layout(self, types: Types, carried: ExampleDim | None) -> ExampleDim | None:
+    def layout(self, types: Types, carried: ExampleDim | None) -> ExampleDim | None | Mixed:
         """Returns where a result of `types` holds examples that come from an operand with the layout `carried`.
 
-        Returns None for a result without examples; takes the result as example-major if `carried` is None. Raises
-        `Mixed` where an example has another number of values along its dim than in the operand."""
+        Returns None for a result without examples; takes the result as example-major if `carried` is None; `Mixed`
+        where an example has another number of values along its dim than in the operand."""
         dim = self.example_dim(types)
-        if dim is None:
-            return None
+        if dim is None or isinstance(dim, Mixed):
+            return dim
         if carried is None:
             return self.assumed(types, dim)
         if types[0].shape[dim] != carried.major * self.whole * carried.minor:
-            raise Mixed("it changes how many values an example has along its dim")
+            return Mixed("it changes how many values an example has along its dim")
         return dataclasses.replace(carried, dim=dim)
 
     def assumed(self, types: Types, dim: int, uniform: bool = False) -> ExampleDim:
@@ -167,35 +170,35 @@ class Batch:
         return ExampleDim(dim, 1, types[0].shape[dim] // self.whole, uniform)
 
 
-def merge_layouts(layouts: Sequence[ExampleDim]) -> ExampleDim:
-    """Returns the layout that the `layouts` of operands which correspond position by position have in common.
-
-    Raises `Mixed` if they disagree."""
+def merge_layouts(layouts: Sequence[ExampleDim]) -> ExampleDim | Mixed:
+    """Returns the layout that the `layouts` of operands which correspond position by position have in common;
+    `Mixed` if they disagree."""
     fixed = [layout for layout in layouts if not layout.uniform] or layouts[:1]
     first = fixed[0]
     if any(layout.dim != first.dim for layout in layouts):
-        raise Mixed("it pairs examples with other examples")
+        return Mixed("it pairs examples with other examples")
     if any((layout.major, layout.minor) != (first.major, first.minor) for layout in fixed):
-        raise Mixed("its operands order the examples differently")
+        return Mixed("its operands order the examples differently")
     return first
 
 
-def join(a: Info, b: Info) -> Info:
+def join(a: Info, b: Info) -> Info | Mixed:
     """Returns what holds of a value that `a` or `b` describes, it is not known which.
 
-    Such are results of the branches of a conditional, and a carried value before and after a loop's body. Raises
-    `Mixed` where a microbatch could not treat both alike."""
+    Such are results of the branches of a conditional, and a carried value before and after a loop's body. `Mixed`
+    where a microbatch could not treat both alike."""
     if LATER in (a.kind, b.kind):
         return a if a.kind == LATER else b
     live, local, fact = a.live or b.live, a.local and b.local, a.fact if a.fact == b.fact else None
     kinds = {a.kind, b.kind}
     if kinds == {EXAMPLES, PARTIAL}:
-        raise Mixed("a value is a sum over examples at one point and belongs to single examples at another")
+        return Mixed("a value is a sum over examples at one point and belongs to single examples at another")
     if PARTIAL in kinds:
         if not live:
             return Info(False, PARTIAL, None, False)
         return Info(live, PARTIAL, None, local)
     if EXAMPLES in kinds:
         layouts = [info.layout for info in (a, b) if info.layout is not None]
-        return Info(live, EXAMPLES, merge_layouts(layouts), local, fact)
+        merged = merge_layouts(layouts)
+        return merged if isinstance(merged, Mixed) else Info(live, EXAMPLES, merged, local, fact)
     return Info(live, SAME, None, local, fact)

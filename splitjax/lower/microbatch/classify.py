@@ -15,7 +15,7 @@ from splitjax import _compat
 from splitjax.lower.microbatch.derivative_rules import WHY, check_rule
 from splitjax.lower.microbatch.pairing import Body, Const, Node, PairedProgram, Ref
 from splitjax.primitives.example_answers import answer, answer_partial
-from splitjax.primitives.example_question import Question, RuleOutcome, require_same_params
+from splitjax.primitives.example_question import Question, RuleOutcome, mixed_params
 from splitjax.primitives.example_relation import (
     EXAMPLES,
     LATER,
@@ -84,19 +84,23 @@ def const_info(const: Const, batch: Batch) -> Info:
 
 def whole_batch_info(types: Types, batch: Batch) -> Info:
     """Returns the relation of a value of `types` that is not live and is computed for the whole `batch`."""
-    try:
-        dim = batch.example_dim(types)
-    except Mixed as mixed:
-        return Info(False, LATER, None, False, reason=Reason("", "", str(mixed)))
+    dim = batch.example_dim(types)
+    if isinstance(dim, Mixed):
+        return Info(False, LATER, None, False, reason=_reason(dim, "", ""))
     if dim is None:
         return Info(False, SAME, None, False)
     return Info(False, EXAMPLES, batch.assumed(types, dim), False)
 
 
+def _reason(mixed: Mixed, primitive: str, source: str) -> Reason:
+    """Returns why a value is `LATER` that `primitive`, at the user's line `source`, makes of mixed examples."""
+    return mixed.why if isinstance(mixed.why, Reason) else Reason(primitive, source, mixed.why)
+
+
 def classify(program: PairedProgram, body: Body, inputs: Sequence[Info], batch: Batch) -> BodyAnalysis:
     """Finds the relation of every value of `body`, a part of `program`, whose inputs have the relations `inputs`.
 
-    `batch` holds the numbers of examples. Operations that mix examples make their results `LATER`; nothing is raised.
+    `batch` holds the numbers of examples. Operations that mix examples make their results `LATER`.
     """
     return _Classifier(program, batch, {}, True).body(body, inputs)
 
@@ -125,27 +129,21 @@ class _Classifier:
         outputs = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in body.outputs)
         return BodyAnalysis(body, tuple(inputs), outputs, infos, tuple(by_node))
 
-    def rule(self, node: Node, infos: tuple[Info, ...], results: tuple[Info, ...]) -> None:
-        """Checks the own derivative rule of the function that `node` calls, once; raises `Mixed` if it mixes examples.
+    def rule(self, node: Node, infos: tuple[Info, ...], results: tuple[Info, ...]) -> Mixed | None:
+        """Checks the own derivative rule of the function that `node` calls, once; `Mixed` if it mixes examples.
 
         `infos`, `results`: the relations of its operands and results."""
         if not self.check_rules or not any(info.live for info in infos):
-            return
+            return None
         key = id(node), infos
         if key not in self.checked:
-            try:
-                check_rule(
-                    node,
-                    infos,
-                    results,
-                    lambda program, known: _Classifier(program, self.batch, {}, False).body(program.body, known),
-                )
-                self.checked[key] = None
-            except Mixed as mixed:
-                self.checked[key] = mixed
-        mixed = self.checked[key]
-        if mixed is not None:
-            raise mixed
+            self.checked[key] = check_rule(
+                node,
+                infos,
+                results,
+                lambda program, known: _Classifier(program, self.batch, {}, False).body(program.body, known),
+            )
+        return self.checked[key]
 
     def node(self, node: Node, infos: tuple[Info, ...]) -> NodeAnalysis:
         """Analyses one operation whose operands have the relations `infos`.
@@ -154,10 +152,10 @@ class _Classifier:
         the whole batch."""
         live = any(info.live for info in infos)
         types = tuple(self.program.types[v] for v in node.outputs)
-        try:
-            answered = self.answer(node, infos, types)
-        except Mixed as mixed:
-            return NodeAnalysis(RuleOutcome(tuple(self.mixing(live, result, node, mixed) for result in types)), False)
+        answered = self.answer(node, infos, types)
+        if isinstance(answered, Mixed):
+            mixed = tuple(self.mixing(live, result, node, answered) for result in types)
+            return NodeAnalysis(RuleOutcome(mixed), False)
         results = []
         for info, result in zip(answered.outcome.infos, types, strict=True):
             own = info.live if answered.nested and not node.runs_as_it_is else live
@@ -173,17 +171,16 @@ class _Classifier:
         """Returns the relation of a result, of `types`, of a node that mixes examples as `mixed` says."""
         if not live:
             return whole_batch_info(types, self.batch)
-        reason = mixed.args[0] if isinstance(mixed.args[0], Reason) else Reason(node.name, node.source, str(mixed))
-        return Info(True, LATER, reason=reason)
+        return Info(True, LATER, reason=_reason(mixed, node.name, node.source))
 
-    def answer(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis:
-        """Analyses one operation by the rule that is responsible; raises `Mixed` where it mixes examples.
+    def answer(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis | Mixed:
+        """Analyses one operation by the rule that is responsible; `Mixed` where it mixes examples.
 
         `infos`: the relations of its operands; `types`: the types of its results."""
         for info in sorted(infos, key=lambda info: not info.live):
             if info.kind == LATER:
                 assert info.reason is not None, "a value that is known later has a reason"
-                raise Mixed(info.reason if info.live else info.reason.why)
+                return Mixed(info.reason if info.live else info.reason.why)
         if node.bodies:
             return self.nested(node, infos, types)
         question = Question(node, infos, tuple(self.program.type_of(ref) for ref in node.inputs), types, self.batch)
@@ -193,6 +190,8 @@ class _Classifier:
             outcome = answer(question)
         else:
             outcome = self.without_examples(question)
+        if isinstance(outcome, Mixed):
+            return outcome
         exact = not any(
             isinstance(ref, Const) and (ref.differs or info.layout is not None)
             for ref, info in zip(node.inputs, infos, strict=True)
@@ -206,18 +205,23 @@ class _Classifier:
         )
         return NodeAnalysis(outcome, plain)
 
-    def without_examples(self, q: Question) -> RuleOutcome:
+    def without_examples(self, q: Question) -> RuleOutcome | Mixed:
         """Answers for an operation without an operand that holds examples.
 
-        Neither does a result, unless it is made with the number of examples as a size. Raises `Mixed`."""
+        Neither does a result, unless it is made with the number of examples as a size: `Mixed` if that is not known."""
         dims = [self.batch.example_dim(types) for types in q.types_out]
+        for dim in dims:
+            if isinstance(dim, Mixed):
+                return dim
         if all(dim is None for dim in dims):
-            require_same_params(q.node, frozenset({"sharding", "out_sharding"}))
+            mixed = mixed_params(q.node, frozenset({"sharding", "out_sharding"}))
+            if mixed is not None:
+                return mixed
             fact = q.infos[0].fact if q.node.name in ("broadcast_in_dim", "convert_element_type") else None
             return RuleOutcome(tuple(Info(False, fact=fact) for _ in dims))
         dim, types = dims[0], q.types_out[0]
-        if dim is None:
-            raise Mixed(_MADE_OF_SHARED)
+        if not isinstance(dim, int):
+            return Mixed(_MADE_OF_SHARED)
         if _compat.has_positional_bits(q.node.whole):
             return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim)),), draws=True)
         if q.node.name == "broadcast_in_dim":
@@ -229,63 +233,80 @@ class _Classifier:
                 return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim, uniform=True)),))
             counts = Fact.EXAMPLE_NUMBER if types[0].shape == (self.batch.whole,) else None
             return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim), False, counts),))
-        raise Mixed(_MADE_OF_SHARED)
+        return Mixed(_MADE_OF_SHARED)
 
     # Operations with bodies.
 
-    def nested(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis:
+    def nested(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis | Mixed:
         """Analyses an operation with bodies: arguments as for `answer`."""
         if node.name == "scan":
             return self.scan(node, infos, types)
         if node.name == "cond":
             return self.cond(node, infos)
         analysis = self.body(node.bodies[0], infos)
-        _refuse_later(analysis.outputs)
+        refused = _mixed_later(analysis.outputs)
+        if refused is not None:
+            return refused
         if node.runs_as_it_is:
             # It must run as it is, for its derivative rule is fixed.
             if not analysis.plain or any(info.kind == PARTIAL for info in infos):
-                raise Mixed(WHY)
+                return Mixed(WHY)
             if not self.batch.is_exact and any(info.kind == PARTIAL for info in analysis.outputs):
-                raise Mixed("its own derivative rule sums over examples, which needs two of them in a microbatch")
-            self.rule(node, infos, analysis.outputs)
+                return Mixed("its own derivative rule sums over examples, which needs two of them in a microbatch")
+            refused = self.rule(node, infos, analysis.outputs)
+            if refused is not None:
+                return refused
         return NodeAnalysis(RuleOutcome(analysis.outputs), analysis.plain, (analysis,))
 
-    def cond(self, node: Node, infos: tuple[Info, ...]) -> NodeAnalysis:
+    def cond(self, node: Node, infos: tuple[Info, ...]) -> NodeAnalysis | Mixed:
         """Analyses a conditional whose operands have the relations `infos`; its branches' relations are joined."""
         if infos[0].kind != SAME:
-            raise Mixed("which branch is taken depends on the examples")
+            return Mixed("which branch is taken depends on the examples")
         branches = tuple(self.body(body, infos[1:]) for body in node.bodies)
         targets = branches[0].outputs
         for branch in branches[1:]:
-            targets = tuple(join(a, b) for a, b in zip(targets, branch.outputs, strict=True))
+            joined = _joined(targets, branch.outputs)
+            if isinstance(joined, Mixed):
+                return joined
+            targets = joined
         targets = tuple(dataclasses.replace(target, live=target.live or infos[0].live, fact=None) for target in targets)
-        _refuse_later(targets)
+        refused = _mixed_later(targets)
+        if refused is not None:
+            return refused
         plain = all(
             b.plain and all(a.kind == t.kind for a, t in zip(b.outputs, targets, strict=True)) for b in branches
         )
         return NodeAnalysis(RuleOutcome(targets), plain, branches, targets)
 
-    def scan(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis:
+    def scan(self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...]) -> NodeAnalysis | Mixed:
         """Analyses a loop: its body again and again, until what is carried has the same relations before and after."""
         num_consts, num_carry = _compat.scan_counts(node.whole.params)
-        require_same_params(node)
+        refused = mixed_params(node)
+        if refused is not None:
+            return refused
         if node.whole.params["length"] != node.part.params["length"]:
             return self.map_over_examples(node, infos, types, num_carry)
         consts, carry = infos[:num_consts], infos[num_consts : num_consts + num_carry]
-        scanned = tuple(_shift(info, -1) for info in infos[num_consts + num_carry :])
+        scanned = _shifted(infos[num_consts + num_carry :], -1)
+        if isinstance(scanned, Mixed):
+            return scanned
         carry = tuple(dataclasses.replace(info, fact=None) for info in carry)
         analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
         for _ in range(4 * max(num_carry, 1)):
-            joined = tuple(
-                dataclasses.replace(join(a, b), fact=None)
-                for a, b in zip(carry, analysis.outputs[:num_carry], strict=True)
-            )
+            joined = _joined(carry, analysis.outputs[:num_carry])
+            if isinstance(joined, Mixed):
+                return joined
+            joined = tuple(dataclasses.replace(info, fact=None) for info in joined)
             if joined == carry:
                 break
             carry = joined
             analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
-        stacked = tuple(_shift(info, 1) for info in analysis.outputs[num_carry:])
-        _refuse_later((*carry, *stacked))
+        stacked = _shifted(analysis.outputs[num_carry:], 1)
+        if isinstance(stacked, Mixed):
+            return stacked
+        refused = _mixed_later((*carry, *stacked))
+        if refused is not None:
+            return refused
         before = infos[num_consts : num_consts + num_carry]
         plain = analysis.plain and all(
             a.kind == b.kind == c.kind for a, b, c in zip(before, carry, analysis.outputs[:num_carry], strict=True)
@@ -294,27 +315,30 @@ class _Classifier:
 
     def map_over_examples(
         self, node: Node, infos: tuple[Info, ...], types: tuple[Types, ...], num_carry: int
-    ) -> NodeAnalysis:
+    ) -> NodeAnalysis | Mixed:
         """Analyses a loop over the batch, such as `lax.map`: one example an iteration, nothing carried.
 
-        `num_carry`: the number of values that the loop carries. Raises `Mixed` for any other loop over examples."""
+        `num_carry`: the number of values that the loop carries. `Mixed` for any other loop over examples."""
         inner = [self.program.types[v] for v in node.bodies[0].inputs]
         num_consts = len(infos) - sum(1 for a, b in zip(infos, inner, strict=True) if a.layout is not None)
         if num_carry or any(self.batch.sliced_dims(value) for value in inner):
-            raise Mixed("it goes through the examples one after the other, carrying values along")
+            return Mixed("it goes through the examples one after the other, carrying values along")
         if any(info.layout.dim for info in infos[num_consts:] if info.layout is not None) or any(
             i.kind == PARTIAL for i in infos
         ):
-            raise Mixed("it goes through the examples one after the other")
+            return Mixed("it goes through the examples one after the other")
         live = any(info.live for info in infos)
         inside = tuple(Info(info.live) for info in infos)
         analysis = self.body(node.bodies[0], inside)
         if not _same_everywhere(analysis, self.program, self.batch):
-            raise Mixed("it goes through the examples one after the other, and depends on their number")
-        layouts = [self.batch.layout(result, infos[-1].layout) for result in types]
-        return NodeAnalysis(
-            RuleOutcome(tuple(Info(live, EXAMPLES, layout) for layout in layouts)), True, (analysis,), ()
-        )
+            return Mixed("it goes through the examples one after the other, and depends on their number")
+        results = []
+        for result in types:
+            layout = self.batch.layout(result, infos[-1].layout)
+            if isinstance(layout, Mixed):
+                return layout
+            results.append(Info(live, EXAMPLES, layout))
+        return NodeAnalysis(RuleOutcome(tuple(results)), True, (analysis,), ())
 
 
 def _same_everywhere(analysis: BodyAnalysis, program: PairedProgram, batch: Batch) -> bool:
@@ -327,19 +351,36 @@ def _same_everywhere(analysis: BodyAnalysis, program: PairedProgram, batch: Batc
     return True
 
 
-def _refuse_later(infos: Sequence[Info]) -> None:
-    """Raises `Mixed` if the loss depends on a value that is known later only."""
+def _mixed_later(infos: Sequence[Info]) -> Mixed | None:
+    """Returns `Mixed` if the loss depends on one of `infos`, a value that is known later only; None if it does not."""
     for info in infos:
         if info.kind == LATER and info.live:
-            raise Mixed(info.reason)
+            assert info.reason is not None, "a value that is known later has a reason"
+            return Mixed(info.reason)
+    return None
 
 
-def _shift(info: Info, by: int) -> Info:
-    """Returns the relation of a scanned operand's slice (`by` -1) or of stacked results (+1).
+def _joined(before: Sequence[Info], after: Sequence[Info]) -> tuple[Info, ...] | Mixed:
+    """Returns what holds of values that `before` or `after` describes; `Mixed` where a microbatch could not treat both
+    alike."""
+    joined = []
+    for a, b in zip(before, after, strict=True):
+        info = join(a, b)
+        if isinstance(info, Mixed):
+            return info
+        joined.append(info)
+    return tuple(joined)
 
-    Raises `Mixed` for the slice of an operand that is scanned along its examples."""
-    if info.layout is None:
-        return dataclasses.replace(info, fact=None)
-    if info.layout.dim + by < 0:
-        raise Mixed("it goes through the examples one after the other")
-    return dataclasses.replace(info, layout=dataclasses.replace(info.layout, dim=info.layout.dim + by), fact=None)
+
+def _shifted(infos: Sequence[Info], by: int) -> tuple[Info, ...] | Mixed:
+    """Returns the relations of scanned operands' slices (`by` -1) or of stacked results (+1).
+
+    `Mixed` for the slice of an operand that is scanned along its examples."""
+    shifted = []
+    for info in infos:
+        layout = info.layout
+        if layout is not None and layout.dim + by < 0:
+            return Mixed("it goes through the examples one after the other")
+        moved = layout and dataclasses.replace(layout, dim=layout.dim + by)
+        shifted.append(dataclasses.replace(info, layout=moved, fact=None))
+    return tuple(shifted)

@@ -4,7 +4,7 @@ Such a rule is fixed for the function as a whole, and may use what the function 
 over the batch, a non-linear function of the cotangent. So it is traced at both batch sizes as well, and has to give
 each example its own gradient, and shared operands a sum over examples.
 
-The function's node comes in with the relations of its operands and results; `Mixed` is raised where its rule mixes
+The function's node comes in with the relations of its operands and results; `Mixed` comes out where its rule mixes
 examples.
 """
 
@@ -44,8 +44,8 @@ def check_rule(
     operands: Sequence[Info],
     results: Sequence[Info],
     analyse: Callable[[PairedProgram, list[Info]], AnalysedRule],
-) -> None:
-    """Raises `Mixed` unless a function's derivative rule works in microbatches.
+) -> Mixed | None:
+    """Returns `Mixed` unless a function's derivative rule works in microbatches, else None.
 
     **Arguments:**
 
@@ -57,7 +57,7 @@ def check_rule(
     part, _, _ = _compat.pullback(node.part)
     program = pair(whole, part, node.source)
     if isinstance(program, Refusal):
-        raise Mixed(WHY)
+        return Mixed(WHY)
     known = [
         dataclasses.replace(info, fact=None)
         for ref, info in zip(node.inputs, operands, strict=True)
@@ -68,7 +68,7 @@ def check_rule(
     cotangents = [opposite.get(results[k].kind) or dataclasses.replace(results[k], live=True) for k in with_cotangent]
     analysis = analyse(program, [*known, *cotangents])
     if not analysis.plain:
-        raise Mixed(WHY)
+        return Mixed(WHY)
     for position, gradient in zip(positions, analysis.outputs, strict=True):
         operand = operands[position]
         if not operand.live or gradient.fact is Fact.ZERO:
@@ -78,6 +78,7 @@ def check_rule(
                 gradient.layout is not None and operand.layout is not None and gradient.layout.dim == operand.layout.dim
             )
             if gradient.kind != EXAMPLES or not own:
-                raise Mixed(WHY)
+                return Mixed(WHY)
         elif gradient.kind != PARTIAL:
-            raise Mixed(WHY)
+            return Mixed(WHY)
+    return None
