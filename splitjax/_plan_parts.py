@@ -8,6 +8,7 @@ writes them. A spec is a tuple with one entry per dim: None, an axis name, or a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
@@ -70,9 +71,24 @@ class LeafPlan:
     bytes_per_device: Count = 0
     gradient: Spec | None = None
 
+    @functools.cached_property
+    def axes_by_dim(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each dim of `spec`."""
+        return tuple(spec_axes((entry,)) for entry in self.spec)
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split it, in dim order."""
+        return spec_axes(self.spec)
+
+    @functools.cached_property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split its gradient where it has a layout of its own, in dim order."""
+        return spec_axes(self.gradient or ())
+
     def num_shards(self, mesh: MeshShape) -> int:
         """Returns into how many pieces the array is split over `mesh`."""
-        return mesh.size(spec_axes(self.spec))
+        return mesh.size(self.axes)
 
     def whole_bytes(self, mesh: MeshShape) -> int:
         """Returns the bytes of the whole array, as one device would hold it: planned dims always divide by `mesh`."""

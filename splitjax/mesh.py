@@ -85,6 +85,11 @@ class MeshShape:
         """The role of every axis."""
         return MeshRoles.of(self.names, dict(self.said))
 
+    @functools.cached_property
+    def wide(self) -> frozenset[str]:
+        """The axes with a size above 1: all others split nothing."""
+        return frozenset(axis for axis, size in self.axes if size > 1)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of the axes, in the mesh's order."""

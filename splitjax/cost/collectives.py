@@ -32,7 +32,7 @@ from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, LeafPlan, Phase, Purpose, spec_axes
+from splitjax.plan import Collective, LeafPlan, Phase, Purpose
 from splitjax.plan import PurposeKind as Kind
 
 _BYTES = {
@@ -120,9 +120,10 @@ def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterat
 def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what enters a column-parallel use: it needs whole features, and each device has a summand of their
     cotangent."""
-    axes, whole = flow.free, flow.data_group_bytes // mesh.size(flow.contracted)
+    axes = flow.free
     if not axes or flow.at_hand:
         return
+    whole = flow.data_group_bytes // mesh.size(flow.contracted)
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
         name = source.use.layer
@@ -153,9 +154,10 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
 
 def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves a row-parallel use, of whose output each device has a summand."""
-    axes, whole = flow.contracted, flow.out_group_bytes // mesh.size(flow.free)
+    axes = flow.contracted
     if not axes:
         return
+    whole = flow.out_group_bytes // mesh.size(flow.free)
     if stays_in_group(flow, chain):
         yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
     else:
@@ -241,8 +243,8 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     is as many bytes. An all-gather puts the gradients of groups of a convolution together.
     """
     leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
-    split = mesh.present(spec_axes(leaf.spec))
-    used = used_axes(leaf.spec, mesh, batch_axes, setting.replicated_batch)
+    split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
+    used = used_axes(leaf, mesh, batch_axes, setting.replicated_batch)
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
     shard = leaf.bytes_per_device
     if stored:
@@ -251,10 +253,9 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
             yield "all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path)
         yield "reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path)
-    summed = tuple(axis for axis in mesh.present(batch_axes) if axis not in split and axis not in weight.in_group)
-    split_state = {axis for state in weight.states for axis in spec_axes(state.spec)} | set(
-        spec_axes(leaf.gradient or ())
-    )
+    taken = {*split, *weight.in_group}
+    summed = tuple(axis for axis in batch_axes if axis in mesh.wide and axis not in taken)
+    split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     if zero:

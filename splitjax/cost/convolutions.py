@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.cost.flow import Axes, used_axes
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, spec_axes
+from splitjax.plan import LeafPlan
 from splitjax.trace.graph import ConvolutionDims, Dim, Graph
 
 # The row of `splitjax.partitioner.DEFECTS` for convolutions without groups.
@@ -69,14 +69,18 @@ def derive_convolutions(
     weights = {use.param for use in graph.uses if use.primitive == "conv_general_dilated"}
     planned = [leaf for leaf in leaves if leaf.role == "param"]
     # XLA is right about ordinary convolutions where every device has examples of its own and whole weights.
-    are_whole = not any(mesh.present(spec_axes(leaf.spec)) for leaf in planned if leaf.path in weights)
-    trusted = are_whole and set(batch_axes) == set(mesh.present(mesh.names))
-    axes_of = {leaf.path: used_axes(leaf.spec, mesh, batch_axes, replicated_batch) for leaf in planned}
+    are_whole = not any(axis in mesh.wide for leaf in planned if leaf.path in weights for axis in leaf.axes)
+    trusted = are_whole and set(batch_axes) == mesh.wide
+    axes_of = {leaf.path: used_axes(leaf, mesh, batch_axes, replicated_batch) for leaf in planned}
+    dims_of = {leaf.path: leaf.dims for leaf in graph.leaves}
+    split = [  # (parameter, the dim that leads a class, the axes that split it)
+        (leaf.path, dim, axes)
+        for leaf in planned
+        for dim, every in zip(dims_of[leaf.path], leaf.axes_by_dim, strict=False)
+        if dim and (axes := tuple(axis for axis in every if axis in axes_of[leaf.path]))
+    ]
     tables = {
-        labels: (
-            _by_class(graph, [leaf for leaf in planned if leaf.path in weights], axes_of, labels),
-            _by_class(graph, planned, axes_of, labels),
-        )
+        labels: (_by_class([each for each in split if each[0] in weights], labels), _by_class(split, labels))
         for labels in (graph.local, graph.soft)
     }
     uses = {use.site: use for use in graph.uses}
@@ -89,12 +93,12 @@ def derive_convolutions(
         labels = graph.soft if suspect.backward else graph.local
         of_weights, of_all = tables[labels]
         if use is not None and not suspect.backward:
-            of_weights = _by_class(graph, [leaf for leaf in planned if leaf.path == use.param], axes_of, labels)
-        split = _split(graph, kinds, labels, of_weights, of_all, batch_axes)
+            of_weights = _by_class([each for each in split if each[0] == use.param], labels)
+        by_kind = _split(graph, kinds, labels, of_weights, of_all, batch_axes)
         layer, param = (suspect.source, None) if use is None else (use.layer, use.param)
         if suspect.backward != (param is None):  # neither reads a weight forward nor computes a weight's gradient
-            split["gathered"] = ()
-        convolutions.append(LocalConvolution(suspect.site, layer, param, **split))
+            by_kind["gathered"] = ()
+        convolutions.append(LocalConvolution(suspect.site, layer, param, **by_kind))
     return tuple(convolutions)
 
 
@@ -106,17 +110,12 @@ def _has_example_dim(graph: Graph, kinds: ConvolutionDims) -> bool:
     return any(graph.is_example(dim) for dim in (kinds.batch, kinds.groups, kinds.contracted, kinds.features))
 
 
-def _by_class(
-    graph: Graph, leaves: Sequence[LeafPlan], axes_of: Mapping[str, Axes], labels: Sequence[int]
-) -> dict[int, Axes]:
+def _by_class(split: Sequence[tuple[str, Dim, Axes]], labels: Sequence[int]) -> dict[int, Axes]:
     """Maps a dim class (by its label) to the axes over which parameters are split along the dims that it leads; leaves
-    out classes in which parameters disagree."""
+    out classes in which parameters disagree. `split`: (path of a parameter, a dim of it, the axes that split that)."""
     choices: dict[int, set[Axes]] = {}
-    for leaf in leaves:
-        for dim, entry in zip(graph.leaf(leaf.path).dims, leaf.spec, strict=False):
-            axes = tuple(axis for axis in spec_axes((entry,)) if axis in axes_of[leaf.path])
-            if dim and axes:
-                choices.setdefault(labels[dim[0]], set()).add(axes)
+    for _, dim, axes in split:
+        choices.setdefault(labels[dim[0]], set()).add(axes)
     return {label: next(iter(of_class)) for label, of_class in choices.items() if len(of_class) == 1}
 
 

@@ -12,6 +12,7 @@ elementwise operations, reshapes, attention).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -19,7 +20,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with n
 import numpy as np
 
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, Spec, spec_axes
+from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Graph, Leaf, Use
 
 Axes = tuple[str, ...]
@@ -73,9 +74,9 @@ class WeightFlow:
         return (*self.contracted, *self.free, *self.stacked)
 
 
-def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
-    """Returns the axes over which a weight of this `spec` stays split while it is used (model parallelism); over the
-    rest of its axes it is stored in pieces and gathered first (fully sharded data parallelism).
+def used_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
+    """Returns the axes over which a weight of the layout `leaf` stays split while it is used (model parallelism); over
+    the rest of its axes it is stored in pieces and gathered first (fully sharded data parallelism).
 
     **Arguments:** `mesh`: the shape of the mesh; axes of size 1 are left out. `batch_axes`: its axes over which batch
     arguments are split. `replicated_batch`: as for `cost.predict_collectives`.
@@ -84,8 +85,8 @@ def used_axes(spec: Spec, mesh: MeshShape, batch_axes: Sequence[str], replicated
     batch of replicated layers: a weight stays split within the group, unless it is split over an axis of the role data
     or storage, between groups, as well: the examples of its layer then stay where they are, and the whole weight comes
     to them."""
-    axes = mesh.present(spec_axes(spec))
-    if replicated_batch == "all" and not mesh.roles.store(axes):
+    axes = tuple(axis for axis in leaf.axes if axis in mesh.wide)
+    if not axes or (replicated_batch == "all" and not mesh.roles.store(axes)):
         return axes
     return tuple(axis for axis in axes if axis not in batch_axes)
 
@@ -176,6 +177,11 @@ class Setting:
     batch_axes: Axes
     replicated_batch: str
 
+    @functools.cached_property
+    def num_workers(self) -> int:
+        """The number of parts that the batch has."""
+        return self.mesh.size(self.batch_axes)
+
 
 Split = tuple[Axes, Axes, Axes]  # the axes over which a weight's contracted, free and stacked dims stay split
 
@@ -196,8 +202,9 @@ def flow_of(
     contracted, free, stacked = split
     own = (*contracted, *free, *stacked)
     mesh, batch_axes, use = setting.mesh, setting.batch_axes, links.use
-    num_workers = mesh.size(batch_axes)
-    num_shares = mesh.size(tuple(axis for axis in batch_axes if axis not in own))  # of the batch, in this layer
+    num_workers = setting.num_workers
+    apart = tuple(axis for axis in batch_axes if axis not in own)
+    num_shares = num_workers if apart == batch_axes else mesh.size(apart)  # of the batch, in this layer
     same_input = (j for j in links.same_value if split_at(j)[1] == free)
     return WeightFlow(
         use,
@@ -214,7 +221,10 @@ def flow_of(
         same_input=next(same_input, None) if free else None,
         at_hand=links.producer is None
         and bool(use.fed_by)
-        and all(path in planned and not set(spec_axes(planned[path].spec[:1])) & set(own) for path in use.fed_by),
+        and all(
+            path in planned and not set(planned[path].axes_by_dim[0] if planned[path].spec else ()) & set(own)
+            for path in use.fed_by
+        ),
     )
 
 
@@ -300,9 +310,8 @@ def _split(
 ) -> tuple[Axes, Axes, Axes]:
     """Returns the axes over which a weight's contracted, free and stacked dims stay split while it is used."""
     axes_of: dict[str, list[str]] = {role: [] for role in _ROLES}
-    used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
-    for role, entry in zip(roles, leaf.spec, strict=False):
-        axes = mesh.present(spec_axes((entry,)))
+    used = used_axes(leaf, mesh, batch_axes, replicated_batch)
+    for role, axes in zip(roles, leaf.axes_by_dim, strict=False):
         # Experts stay where they are, whatever the axis.
-        axes_of[role].extend(axis for axis in axes if role == "stacked" or axis in used)
+        axes_of[role].extend(axis for axis in axes if axis in mesh.wide and (role == "stacked" or axis in used))
     return tuple(axes_of["contracted"]), tuple(axes_of["free"]), tuple(axes_of["stacked"])

@@ -25,7 +25,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from splitjax.cost.flow import Axes, used_axes
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, spec_axes
+from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Dim, Graph, Suspect, TransformDims, itemsize
 
 # (op, axes, bytes that the op's formula takes, whether it belongs to the backward pass)
@@ -126,7 +126,7 @@ def derive_transforms(
     if mesh.num_devices == 1 or not suspects:
         return ()
     axes_of = {
-        leaf.path: used_axes(leaf.spec, mesh, batch_axes, replicated_batch) for leaf in leaves if leaf.role == "param"
+        leaf.path: used_axes(leaf, mesh, batch_axes, replicated_batch) for leaf in leaves if leaf.role == "param"
     }
     boundaries = {gradient.site for gradient in graph.gradients}
     transforms = []
@@ -145,8 +145,8 @@ def _axes_by_class(
     choices: dict[int, set[Axes]] = {}
     for leaf in leaves:
         if leaf.path in axes_of:
-            for dim, entry in zip(graph.leaf(leaf.path).dims, leaf.spec, strict=False):
-                axes = tuple(axis for axis in spec_axes((entry,)) if axis in axes_of[leaf.path])
+            for dim, every in zip(graph.leaf(leaf.path).dims, leaf.axes_by_dim, strict=False):
+                axes = tuple(axis for axis in every if axis in axes_of[leaf.path])
                 if dim and axes:
                     choices.setdefault(labels[dim[0]], set()).add(axes)
     return {label: next(iter(of_class)) for label, of_class in choices.items() if len(of_class) == 1}

@@ -25,8 +25,7 @@ from splitjax.planning.tables.sparse_step import TableEdit
 from splitjax.planning.ways import BoundaryChoices, BoundaryWay, DecidedStep, SumWithin, WayChooser, Ways
 from splitjax.planning.workers import workers_of
 from splitjax.primitives.calls import kind_of
-from splitjax.primitives.walk import Site, Visit, holds_boundary, walk
-from splitjax.step.boundary import is_boundary
+from splitjax.primitives.walk import Site, Visit, boundaries, holds_boundary
 from splitjax.trace.graph import Graph
 
 
@@ -62,10 +61,8 @@ def choose_ways(step: DecidedStep, jaxpr: _compat.ClosedJaxpr, choices: Boundary
     """
     ways: dict[Site, BoundaryWay] = {}
     ordinary: OrdinaryBoundary | None = None
-    for visit in walk(jaxpr, lambda visit: _is_entered(visit, ways)):
+    for visit in boundaries(jaxpr, lambda visit: _is_entered(visit, ways)):
         eqn, site = visit.eqn, visit.site
-        if not is_boundary(eqn):
-            continue
         edit = choices.tables.edited(eqn, site) if choices.tables is not None and choices.tables.at(site) else None
         own = _ordinary(step, eqn, site, edit, choices)
         ways[site] = own.inner if edit is None else WithRows(own.inner, edit)
@@ -140,7 +137,7 @@ def _allowed(way: Any) -> Any:
 def _is_entered(visit: Visit, ways: Ways) -> bool:
     """Returns whether the interpreter meets the boundaries inside of an equation by themselves: inside of a boundary
     that runs whole, as `ways` says by then, and of calls that it rebuilds."""
-    is_met = ways[visit.site].how == "whole" if is_boundary(visit.eqn) else kind_of(visit.eqn) in REBUILD
+    is_met = ways[visit.site].how == "whole" if visit.site in ways else kind_of(visit.eqn) in REBUILD
     return is_met and holds_boundary(visit.eqn)
 
 

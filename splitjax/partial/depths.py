@@ -81,6 +81,10 @@ class Depths:
             return cycle_step % self.num_slots if self.request.rotate else self.num_slots - 1
         return (worker + cycle_step) % self.num_slots if self.request.rotate else worker
 
+    def slots(self, cycle_step: int) -> tuple[int, ...]:
+        """Gives by worker the slot that it is in, in step `cycle_step` of a cycle."""
+        return tuple(self.slot(worker, cycle_step) for worker in range(self.num_slots))
+
     @property
     def num_cycle_steps(self) -> int:
         """The number of steps after which the assignment repeats."""

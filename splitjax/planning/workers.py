@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from splitjax.cost.flow import used_axes
 from splitjax.mesh import MeshShape
-from splitjax.plan import Plan, spec_axes
+from splitjax.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,6 @@ def workers_of(plan: Plan, *, gathers: bool = False, apart: Collection[str] = ()
     split: set[str] = set()
     for leaf in plan.leaves:
         if leaf.role == "param" and leaf.path not in apart:
-            used = used_axes(leaf.spec, plan.mesh, plan.batch_axes, plan.replicated_batch) if gathers else None
-            split.update(spec_axes(leaf.spec) if used is None else used)
+            used = used_axes(leaf, plan.mesh, plan.batch_axes, plan.replicated_batch) if gathers else None
+            split.update(leaf.axes if used is None else used)
     return Workers.beside(plan.mesh, plan.batch_axes, split)

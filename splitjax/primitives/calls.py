@@ -102,6 +102,7 @@ _TABLE: dict[str, CallEntry] = {
         CallEntry("shard_map", CallKind.MANUAL, ("jaxpr",)),
     )
 }
+CALLS: frozenset[str] = frozenset(_TABLE)  # the names of all primitives that are calls, loops or branches
 # Kinds whose body gets exactly the operands and gives exactly the results.
 _ONE_TO_ONE = frozenset({CallKind.INLINE, CallKind.REMAT, CallKind.RULE, CallKind.ANNOTATED, CallKind.FIXED})
 
@@ -137,21 +138,6 @@ def inline_body(eqn: Any) -> Any | None:
     """Returns the body of `eqn` where it is a call that means nothing else, so that the body may stand in its place;
     None for every other equation."""
     return call_body(eqn) if kind_of(eqn) is CallKind.INLINE else None
-
-
-def bodies(eqn: Any) -> list[Any]:
-    """Returns the jaxprs that the equation `eqn` holds, in the order in which sites number them.
-
-    Those of equations that are no calls are among them. A body that is in Python alone (`call_hi_primitive`) is not.
-    """
-    if kind_of(eqn) is CallKind.WHILE:
-        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
-    return [
-        body
-        for value in eqn.params.values()
-        for body in (value if isinstance(value, (tuple, list)) else (value,))
-        if isinstance(body, _compat.JAXPR_TYPES)
-    ]
 
 
 def boundary_parts(eqn: Any) -> tuple[Any, tuple[int, ...]]:

@@ -7,7 +7,8 @@ and names, and what the handler leaves alone is bound as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -20,6 +21,18 @@ RunBody = Callable[[AnyJaxpr, int, Sequence[Any]], list[Any]]
 # Evaluates an equation: (equation, operands, site, evaluator of its bodies) -> results; None: it is bound as it is, on
 # the list of operands, which the handler may have changed.
 Handler = Callable[[Any, list[Any], Site, RunBody], Sequence[Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Says which equations a handler is asked about. All others are bound as they are, without a look at them.
+
+    - `primitives`: their primitives, by name.
+    - `sites`: their sites, whatever their primitives.
+    """
+
+    primitives: Container[str]
+    sites: Container[Site] = frozenset()
 
 
 def fold(
@@ -58,6 +71,7 @@ def evaluate(
     sites: Sequence[Site] | None = None,
     literal: Callable[[Any], Any] = lambda atom: atom.val,
     constants: Sequence[Any] | None = None,
+    wanted: Wanted | None = None,
 ) -> list[Any]:
     """Evaluates `jaxpr` on arrays or tracers, and returns its flat results.
 
@@ -69,13 +83,16 @@ def evaluate(
     - `sites`: of the equations behind `site`; None: they are numbered from 0.
     - `literal`: gives the value of a literal; by default the number that stands in the program.
     - `constants`: the values of its constvars; None: those that it holds.
+    - `wanted`: the equations that the handler is asked about; None: all.
     """
 
     def equation(index: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
         here = (*site, index) if sites is None else (*site, *sites[index])
+        if wanted is not None and eqn.primitive.name not in wanted.primitives and here not in wanted.sites:
+            return _compat.rebind(eqn, values)
 
         def run(body: AnyJaxpr, number: int, inner: Sequence[Any]) -> list[Any]:
-            return evaluate(body, inner, handler, (*here, number), literal=literal)
+            return evaluate(body, inner, handler, (*here, number), literal=literal, wanted=wanted)
 
         with _compat.equation_context(eqn):
             results = handler(eqn, values, here, run)

@@ -16,16 +16,18 @@ from splitjax.primitives.table import OPERATIONS
 Shape = tuple[int, ...]
 
 
-def row_facts(primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape], results: Sequence[Shape]) -> RowFacts:
-    """Returns what an equation of `primitive` with these `params`, operands of `shapes` and `results` does with rows.
+def row_facts(
+    operation: OperationFacts, params: Mapping[str, Any], shapes: Sequence[Shape], results: Sequence[Shape]
+) -> RowFacts:
+    """Returns what an equation of an `operation` with these `params`, operands of `shapes` and `results` does with
+    rows.
 
     Where nothing is stated, elementwise operations keep rows apart, and so does what users teach with a dim rule that
     says so. All else takes its operands whole.
     """
-    operation = OPERATIONS.of(primitive, params)
     if operation.rows is not None:
         return operation.rows
-    if len(results) == 1 and (operation.has(Trait.ELEMENTWISE) or _apart(operation, params, shapes, results)):
+    if len(results) == 1 and (Trait.ELEMENTWISE in operation.traits or _apart(operation, params, shapes, results)):
         return RowFacts(RowAction.APART)
     return RowFacts(RowAction.WHOLE)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.primitives.calls import CallKind, bodies, kind_of, num_trips
+from splitjax.primitives.calls import BOUNDARY, CallKind, kind_of, num_trips
 
 Site = tuple[int, ...]
 
@@ -40,6 +40,22 @@ class Visit:
         """The outermost equation around it that is more than an inlined call: a loop, a branch, a rematerialised call;
         None where it runs exactly as if it stood in the outermost jaxpr."""
         return next((eqn for eqn in self.around if kind_of(eqn) is not CallKind.INLINE), None)
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """Returns the jaxprs that the equation `eqn` holds, in the order in which sites number them.
+
+    Those of equations that are no calls are among them. A body that is in Python alone (`call_hi_primitive`) is not.
+    """
+    held = [
+        body
+        for value in eqn.params.values()
+        for body in (value if isinstance(value, (tuple, list)) else (value,))
+        if isinstance(body, _compat.JAXPR_TYPES)
+    ]
+    if held and kind_of(eqn) is CallKind.WHILE:
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    return held
 
 
 def walk(jaxpr: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
@@ -81,18 +97,19 @@ def _inside(visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool]) 
         yield from _walk(body, around, enter)
 
 
-def boundaries(jaxpr: Any) -> Iterator[Visit]:
-    """Yields the visits of the gradient boundaries of `jaxpr`, without those in the forward of another."""
-    return (visit for visit in walk(jaxpr, enter=_is_no_boundary) if kind_of(visit.eqn) is CallKind.BOUNDARY)
+def _is_no_boundary(visit: Visit) -> bool:
+    return visit.eqn.primitive.name != BOUNDARY
+
+
+def boundaries(jaxpr: Any, enter: Callable[[Visit], bool] = _is_no_boundary) -> Iterator[Visit]:
+    """Yields the visits of the gradient boundaries of `jaxpr`, by default without those in the forward of another.
+    `enter`: as for `walk`."""
+    return (visit for visit in walk(jaxpr, enter) if visit.eqn.primitive.name == BOUNDARY)
 
 
 def holds_boundary(eqn: Any) -> bool:
     """Returns whether a gradient boundary lies inside the call `eqn` (a step that scans over updates, say)."""
-    return any(kind_of(visit.eqn) is CallKind.BOUNDARY for visit in walk_inside(eqn, enter=_is_no_boundary))
-
-
-def _is_no_boundary(visit: Visit) -> bool:
-    return kind_of(visit.eqn) is not CallKind.BOUNDARY
+    return any(visit.eqn.primitive.name == BOUNDARY for visit in walk_inside(eqn, enter=_is_no_boundary))
 
 
 def equation_at(jaxpr: Any, site: Site) -> Any:

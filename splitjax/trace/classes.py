@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 DimRef = tuple[int, int]  # (value number, dim position)
@@ -73,6 +73,13 @@ class Atoms:
                 yield from self._leaves(self._children[atom])
             else:
                 yield atom
+
+    def have_labels(self, labels: Sequence[int], wanted: Container[int]) -> list[bool]:
+        """Tells per value whether the label of one of its atoms is `wanted`. `labels`: per atom its label."""
+        return [
+            any(labels[atom] in wanted for position in range(len(dims)) for atom in self.dim(value, position))
+            for value, dims in enumerate(self._dims)
+        ]
 
     def run(self, refs: tuple[DimRef, ...]) -> list[int]:
         """Returns the atoms of the dims `refs`, one after the other, in a new list."""

@@ -23,8 +23,19 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.primitives.calls import EDITABLE, CallKind, boundary_parts, call_body, kind_of, scan_parts, while_parts
+from splitjax.primitives.calls import (
+    CALLS,
+    EDITABLE,
+    CallKind,
+    boundary_parts,
+    call_body,
+    kind_of,
+    scan_parts,
+    while_parts,
+)
 from splitjax.primitives.interpreter import fold
+from splitjax.primitives.operation import OperationFacts
+from splitjax.primitives.table import OPERATIONS
 from splitjax.primitives.walk import Site
 
 
@@ -46,6 +57,7 @@ class Op:
     - `calls`: equations of the calls that it stands in, outermost first.
     - `rule_at`: where it is not editable, the site of the call whose derivative rule it stands in, if that is JAX's
       custom one.
+    - `facts`: what the table of operations says of it, looked up once for all analyses.
     """
 
     primitive: str
@@ -60,8 +72,9 @@ class Op:
     phase: str
     inside: bool
     conditional: bool
-    calls: tuple[Any, ...] = ()
-    rule_at: Site | None = None
+    calls: tuple[Any, ...]
+    rule_at: Site | None
+    facts: OperationFacts
 
     @property
     def source(self) -> str:
@@ -151,7 +164,7 @@ class _Flattener:
         return value
 
     def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-        kind = kind_of(eqn)
+        kind = kind_of(eqn) if eqn.primitive.name in CALLS else None
         body = None if kind is None else call_body(eqn)
         if body is not None:
             return self.walk(
@@ -172,12 +185,13 @@ class _Flattener:
         params: dict[str, Any] | None = None,
     ) -> list[int]:
         results = [self.value(aval) for aval in avals]
+        params = params or {}
         self.ops.append(
             Op(
                 name,
                 tuple(operands),
                 tuple(results),
-                params or {},
+                params,
                 where.site,
                 where.trips,
                 where.loops,
@@ -188,6 +202,7 @@ class _Flattener:
                 where.conditional,
                 where.calls,
                 where.rule_at,
+                OPERATIONS.of(name, params),
             )
         )
         return results

@@ -198,7 +198,7 @@ def analyse(flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: S
     """
     whole, parts = example_labels(flat, arguments, atoms, soft)
     has_examples = bool(whole)
-    carrying = _with_labels(flat, atoms, soft, whole | parts)
+    carrying = atoms.have_labels(soft, whole | parts)[: len(flat.shapes)]  # without the virtual values of links
     data = forward(flat, _data_seeds(flat, arguments, has_examples))
     gradients = [
         v
@@ -236,14 +236,6 @@ def analyse(flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: S
 def is_floating(dtype: str) -> bool:
     """Tells whether `dtype`, the name of a dtype, is floating point or complex."""
     return dtype.startswith(("float", "bfloat", "complex"))
-
-
-def _with_labels(flat: FlatStep, atoms: Atoms, soft: Sequence[int], labels: frozenset[int]) -> list[bool]:
-    """Tells, per value, whether some dim of it has one of these labels."""
-    return [
-        any(soft[a] in labels for d in range(len(shape)) for a in atoms.dim(value, d))
-        for value, shape in enumerate(flat.shapes)
-    ]
 
 
 def _data_seeds(flat: FlatStep, arguments: Sequence[Argument], has_examples: bool) -> list[int]:

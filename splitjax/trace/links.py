@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.errors import SplitjaxError, TraceError
 from splitjax.primitives.dims import DimMap, DimRule, Label
-from splitjax.primitives.table import OPERATIONS, Operations
 from splitjax.trace.classes import DimRef
 from splitjax.trace.flatten import FlatStep, Op
 
@@ -51,8 +50,8 @@ class Linked:
     unknown: tuple[int, ...]
 
 
-def link(flat: FlatStep, operations: Operations = OPERATIONS) -> Linked:
-    """Applies the dim rule that `operations` has for every operation of `flat`.
+def link(flat: FlatStep) -> Linked:
+    """Applies its dim rule to every operation of `flat`.
 
     Raises `TraceError` where a rule does not fit its operation.
     """
@@ -61,7 +60,7 @@ def link(flat: FlatStep, operations: Operations = OPERATIONS) -> Linked:
     maps: list[DimMap | None] = []
     unknown = []
     for index, op in enumerate(flat.ops):
-        rule = operations.of(op.primitive, op.params).dims
+        rule = op.facts.dims
         if rule is None:
             unknown.append(index)
             maps.append(None)

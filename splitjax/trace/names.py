@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.primitives.dims import DimMap, Label
 from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
@@ -100,7 +99,7 @@ def _operand_names(
     """Names the dims of operand `k` after the labels, or the dims of which it is a part."""
     own = [next((by_label[label] for label in dim if label in by_label), None) for dim in dim_map.inputs[k]]
     # A part of a dim, and a dim made of parts, have the dim's name.
-    if OPERATIONS.of(op.primitive, op.params).has(Trait.RESIZES) and len(own) == len(flat.shapes[op.outputs[0]]):
+    if Trait.RESIZES in op.facts.traits and len(own) == len(flat.shapes[op.outputs[0]]):
         parts = [names for names in results if names]
         own = [name or next((names[d] for names in parts if names[d]), None) for d, name in enumerate(own)]
     return own

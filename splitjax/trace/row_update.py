@@ -21,7 +21,6 @@ import numpy as np
 
 from splitjax.primitives.operation import RowAction, RowFacts, Trait
 from splitjax.primitives.rows import row_facts
-from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.tables import RowUpdate
 
@@ -191,7 +190,7 @@ class _Walk:
     def _facts(self, op: Op) -> RowFacts:
         """Returns what an operation does with rows."""
         shapes = self.flat.shapes
-        return row_facts(op.primitive, op.params, [shapes[v] for v in op.inputs], [shapes[v] for v in op.outputs])
+        return row_facts(op.facts, op.params, [shapes[v] for v in op.inputs], [shapes[v] for v in op.outputs])
 
     def _hand_on(self, source: int, target: int) -> None:
         """Gives a value the rest and the origin of another."""
@@ -255,7 +254,7 @@ def _combine(op: Op, facts: RowFacts, rests: Sequence[Rest]) -> Rest:
     """Returns the rest of the result of an operation that keeps rows apart, by its `facts` and the `rests` of its
     operands."""
     name = op.primitive
-    if OPERATIONS.of(name, op.params).has(Trait.IDENTITY):
+    if Trait.IDENTITY in op.facts.traits:
         return rests[0]
     numbers = [rest.value for rest in rests if isinstance(rest, Number)]
     if len(numbers) == len(rests):

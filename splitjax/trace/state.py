@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from splitjax.trace.classes import Classes
+from splitjax.trace.classes import Classes, Strength
 from splitjax.trace.flatten import FlatStep
 from splitjax.trace.flow import Argument, ValueFacts
 from splitjax.trace.graph import Leaf
@@ -30,13 +30,14 @@ def fallback_ties(
     **Returns** pairs (state value, parameter value), such as of `opt/0/mu/Dense_0/kernel` and
     `params/Dense_0/kernel`.
     """
+    hard = classes.labels[Strength.HARD]
     params = [i for i, is_param in enumerate(flow.is_param) if is_param]
-    tied = {classes.hard(a) for i in params for a in _atoms(flat, classes, i)}
+    tied = {hard[a] for i in params for a in _atoms(flat, classes, i)}
     pairs = []
     for index, argument in enumerate(arguments):
         value = flat.inputs[index]
         own = _atoms(flat, classes, index)
-        if flow.is_param[index] or not argument.is_state or not own or any(classes.hard(a) in tied for a in own):
+        if flow.is_param[index] or not argument.is_state or not own or any(hard[a] in tied for a in own):
             continue
         if not flat.dtypes[value].startswith(("float", "bfloat", "complex")) or flow.carrying[value]:
             continue
@@ -50,7 +51,7 @@ def fallback_ties(
 def _atoms(flat: FlatStep, classes: Classes, index: int) -> list[int]:
     """Returns the atoms of all dims of the leaf at `index`."""
     value = flat.inputs[index]
-    return [a for d in range(len(flat.shapes[value])) for a in classes.atoms.dim(value, d)]
+    return [a for dim in classes.dims(value, len(flat.shapes[value])) for a in dim]
 
 
 def _best_by_path(path: str, candidates: Sequence[str]) -> int | None:
@@ -77,21 +78,22 @@ def follow(leaves: Sequence[Leaf], classes: Classes) -> list[Leaf]:
     `leaves` are all leaves in flat order, and `classes` the dim classes; the leaves come back in order. Where
     several parameters share the class, the one with most dims in common wins, then equal shape, then path ending.
     """
+    hard = classes.labels[Strength.HARD]
     params = [leaf for leaf in leaves if leaf.role == "param"]
     owners: dict[int, list[Leaf]] = {}
     for param in params:
-        for label in {classes.hard(a) for dim in param.dims for a in dim}:
+        for label in {hard[a] for dim in param.dims for a in dim}:
             owners.setdefault(label, []).append(param)
     out = []
     for leaf in leaves:
-        mine = {classes.hard(a) for dim in leaf.dims for a in dim}
+        mine = {hard[a] for dim in leaf.dims for a in dim}
         if leaf.role == "statistic" and leaf.is_state and mine:
             candidates = {p.path: p for label in mine for p in owners.get(label, ())}.values()
             if candidates:
                 best = max(
                     candidates,
                     key=lambda p: (
-                        len(mine & {classes.hard(a) for dim in p.dims for a in dim}),
+                        len(mine & {hard[a] for dim in p.dims for a in dim}),
                         p.shape == leaf.shape,
                         _common_ending(p.path, leaf.path),
                     ),

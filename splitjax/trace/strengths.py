@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.classes import Strength
 from splitjax.trace.flatten import BACKWARD, FlatStep
 from splitjax.trace.flow import ValueFacts
@@ -57,7 +56,7 @@ def _of_operation(flat: FlatStep, linked: Linked, flow: ValueFacts, index: int) 
     # What only reads optimizer state to make examples of it (spectral norm) is no update: its results carry examples.
     if any(flow.update[v] or flow.updated[v] for v in op.outputs):
         # Several arrays side by side in one are a copy, not the same storage.
-        arranges = OPERATIONS.of(op.primitive, op.params).has(Trait.ARRANGES)
+        arranges = Trait.ARRANGES in op.facts.traits
         return Strength.SOFT if linked.mixing[index] or arranges else Strength.HARD
     return Strength.LOCAL
 

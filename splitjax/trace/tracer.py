@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from splitjax.primitives.operation import Linearity, Trait
-from splitjax.primitives.table import OPERATIONS, qualified_name
+from splitjax.primitives.table import qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
@@ -282,9 +282,8 @@ def _unknown(flat: FlatStep, index: int, classes: Classes) -> Unknown:
 
 def _needs_no_operands(op: Op) -> bool:
     """Tells whether a backward pass needs no copy of an operation's operands: it is linear in all of them together."""
-    operation = OPERATIONS.of(op.primitive, op.params)
-    linear = operation.linear
-    if linear is None or operation.has(Trait.COUNTED):
+    linear = op.facts.linear
+    if linear is None or Trait.COUNTED in op.facts.traits:
         return False
     return linear.how is Linearity.TOGETHER and linear.operands is None
 

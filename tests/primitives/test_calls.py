@@ -20,7 +20,8 @@ from splitjax.lower.turns.cut import flatten_calls
 from splitjax.mesh import make_mesh
 from splitjax.planning.sites.layout import SiteLayout, StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
-from splitjax.primitives.calls import CallKind, bodies, call_body, inline_body, kind_of, names, num_trips
+from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of, names, num_trips
+from splitjax.primitives.walk import bodies
 from splitjax.trace.flatten import flatten
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)

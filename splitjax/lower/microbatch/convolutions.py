@@ -15,9 +15,11 @@ import jax
 from jax import lax
 
 from splitjax import _compat
-from splitjax.primitives.calls import inline_body
-from splitjax.primitives.interpreter import RunBody, evaluate
+from splitjax.primitives.calls import CallKind, inline_body, names
+from splitjax.primitives.interpreter import RunBody, Wanted, evaluate
 from splitjax.primitives.walk import Site
+
+_WANTED = Wanted(names(CallKind.INLINE) | {"conv_general_dilated"})
 
 
 def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +37,7 @@ def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
             return results
 
         closed, _ = _compat.trace(flat, *leaves)
-        return jax.tree.unflatten(trees[-1], evaluate(closed, leaves, _with_fast_convolutions))
+        return jax.tree.unflatten(trees[-1], evaluate(closed, leaves, _with_fast_convolutions, wanted=_WANTED))
 
     return run
 

@@ -121,9 +121,7 @@ class Truncation:
     def offset(self, worker: int, cycle_step: int) -> int:
         """Gives the number of the first example of worker number `worker` in step `cycle_step` of a cycle; 0 where
         shares are equal."""
-        return (
-            sum(self.examples[self.depths.slot(before, cycle_step)] for before in range(worker)) if self.examples else 0
-        )
+        return sum(self.examples[slot] for slot in self.depths.slots(cycle_step)[:worker]) if self.examples else 0
 
     def summed(self, places: RunnableLoops, totals: Any, cycle_step: Any) -> Any:
         """Adds this worker's totals up over all workers, inside a `shard_map` over them.
@@ -169,11 +167,11 @@ class Truncation:
         """Gives the sums in a step of the cycle, whose contributors are known. `members`: by segment the numbers of its
         values."""
         results: dict[int, Any] = {}
-        workers = range(self.num_workers)
+        slot_of = self.depths.slots(cycle_step)
         for segment, numbers in members.items():
             slots = set(self.depths.contributors(segment))
-            who = [worker for worker in workers if self.depths.slot(worker, cycle_step) in slots]
+            who = [worker for worker, slot in enumerate(slot_of) if slot in slots]
             parts, called = [values[k] for k in numbers], [names[k] for k in numbers]
-            sums = total_of_contributors(parts, who, self.workers.axes, self.num_workers, self.platform, called)
+            sums = total_of_contributors(parts, who, self.workers.axes, len(slot_of), self.platform, called)
             results.update(zip(numbers, sums, strict=True))
         return [results[k] for k in range(len(values))]

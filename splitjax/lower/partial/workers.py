@@ -126,7 +126,7 @@ class DispatchedStep:
 
     def slots(self, cycle_step: int) -> dict[int, int]:
         """Gives by worker the slot that it is in, in step `cycle_step` of a cycle."""
-        return {worker: self.step.depths.slot(worker, cycle_step) for worker in range(self.step.depths.num_slots)}
+        return dict(enumerate(self.step.depths.slots(cycle_step)))
 
     @functools.cached_property
     def rows(self) -> RowPrograms:

@@ -32,13 +32,15 @@ from splitjax.planning.sites.remedies import whole_inside
 from splitjax.planning.sites.scatter import Summed
 from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
-from splitjax.primitives.calls import CallKind, call_body, kind_of
+from splitjax.primitives.calls import BOUNDARY, CallKind, call_body, kind_of, names
 from splitjax.primitives.foreign.grids import PALLAS
 from splitjax.primitives.foreign.wrapped import KERNEL
-from splitjax.primitives.interpreter import AnyJaxpr, RunBody
+from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Wanted
 from splitjax.primitives.walk import Site, holds_boundary
-from splitjax.step.boundary import expand, is_boundary
+from splitjax.step.boundary import expand
 
+# What is looked at wherever it stands: calls that are rebuilt where something lies inside of them, and boundaries.
+_LOOKED_AT = names(*(kind for kind in REBUILD if kind is not None), CallKind.BOUNDARY)
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, site, evaluator of its
 # forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
@@ -65,6 +67,8 @@ def evaluate_equation(layout: StepLayout, eqn: Any, operands: Sequence[Any], sit
     `eqn` stands at `site`, and `operands` are its values; `copies` remembers gathered activations for the equations of
     the same forward. Returns the equation's results.
     """
+    if eqn.primitive.name not in _LOOKED_AT and site not in layout.sites.decided:
+        return _compat.bind_equation(eqn, operands)
     with _named(layout, site):
         return _placed(layout, eqn, list(operands), site, None, copies)
 
@@ -116,7 +120,9 @@ def _run(
         with _named(layout, site):
             return _hooked(layout, eqn, values, site, hooks, copies)
 
-    return interpreter.evaluate(jaxpr, operands, handle, prefix, sites)
+    looks_at_all = copies is None and hooks is not None and hooks.equation is not None
+    wanted = None if looks_at_all else Wanted(_LOOKED_AT, layout.sites.decided)
+    return interpreter.evaluate(jaxpr, operands, handle, prefix, sites, wanted=wanted)
 
 
 def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[object]:
@@ -211,7 +217,7 @@ def _equation(
 ) -> list[Any]:
     """Evaluates an equation of which the layout says nothing: a boundary by its hook, a call anew where something lies
     inside it, and all else as it is."""
-    if is_boundary(eqn):
+    if eqn.primitive.name == BOUNDARY:
 
         def forward(jaxpr: AnyJaxpr, operands: Sequence[Any]) -> list[Any]:
             return _run(layout, jaxpr, operands, (*site, 0), hooks, {})
@@ -219,7 +225,7 @@ def _equation(
         if hooks is not None and hooks.boundary is not None:
             return hooks.boundary(eqn, values, site, forward)
         return expand(eqn.params, values, forward)
-    kind = kind_of(eqn)
+    kind = kind_of(eqn) if eqn.primitive.name in _LOOKED_AT else None
     rebuild = REBUILD.get(kind)
     if rebuild is not None and (site in layout.sites.inside or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout

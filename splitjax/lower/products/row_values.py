@@ -23,6 +23,7 @@ from splitjax import _compat
 from splitjax.primitives.calls import call_body
 from splitjax.primitives.operation import RowAction, RowFacts
 from splitjax.primitives.rows import row_facts
+from splitjax.primitives.table import OPERATIONS
 from splitjax.sync.local import set_rows, take_rows
 
 
@@ -170,7 +171,7 @@ def _of(eqn: Any, operands: Sequence[Any], table: int | None) -> Rows:
 def _facts(eqn: Any) -> RowFacts:
     """Returns what an equation does with rows."""
     shapes = [[getattr(v.aval, "shape", ()) for v in side] for side in (eqn.invars, eqn.outvars)]
-    return row_facts(eqn.primitive.name, eqn.params, *shapes)
+    return row_facts(OPERATIONS.of(eqn.primitive.name, eqn.params), eqn.params, *shapes)
 
 
 def _keeps_rows(eqn: Any, facts: RowFacts, value: Rows) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.cost.flow import WeightFlow, linked
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, spec_axes
+from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Graph, Use
 
 # How activations come in: what a device has before, and what is done about it.
@@ -87,7 +87,7 @@ def weight_uses(chain: Sequence[WeightFlow], leaves: Sequence[LeafPlan], mesh: M
     **Arguments:** `chain`: how the step's activations flow, as `cost.flow.flows` gives it. `leaves`: of the plan.
     `mesh`: the shape of the mesh.
     """
-    split = {leaf.path: mesh.present(spec_axes(leaf.spec)) for leaf in leaves}
+    split = {leaf.path: mesh.present(leaf.axes) for leaf in leaves}
     return tuple(
         WeightUse(flow.use.site, flow.use.layer, split[flow.use.param]) for flow in chain if flow.use.in_boundary
     )
@@ -122,7 +122,7 @@ def _exchange(
 ) -> Exchange | None:
     """Returns the exchange of a use of a weight; None where the product is left to XLA."""
     use, leaf = flow.use, planned[flow.use.param]
-    axes = mesh.present(spec_axes(leaf.spec))
+    axes = tuple(axis for axis in leaf.axes if axis in mesh.wide)
     rest = tuple(axis for axis in batch_axes if axis not in axes)
     if use.primitive != "dot_general" or not use.in_boundary or not use.editable or mesh.roles.store(axes) or not axes:
         return None
@@ -167,9 +167,9 @@ def _example_dim(graph: Graph, dims: Sequence[tuple[int, ...]]) -> int | None:
 def _weight_dim(graph: Graph, use: Use, leaf: LeafPlan, axes: tuple[str, ...]) -> int | None:
     """Returns the dim of the weight operand (which may be a part of the parameter, or a reshape of it) that the split
     dim becomes; None where that is not one whole leading dim."""
-    split = [d for d, entry in enumerate(leaf.spec) if set(spec_axes((entry,))) & set(axes)]
+    split = [d for d, own in enumerate(leaf.axes_by_dim) if set(own) & set(axes)]
     traced = graph.leaf(use.param)
-    if len(split) != 1 or tuple(spec_axes((leaf.spec[split[0]],))) != axes or not traced.dims[split[0]]:
+    if len(split) != 1 or leaf.axes_by_dim[split[0]] != axes or not traced.dims[split[0]]:
         return None
     atom = graph.local[traced.dims[split[0]][0]]
     matching = [position for position, dim in enumerate(use.weight_dims) if dim and graph.local[dim[0]] == atom]

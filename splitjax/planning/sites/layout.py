@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -73,6 +74,13 @@ class SiteLayout:
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
     kernels: Mapping[Site, LocalKernel] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def decided(self) -> frozenset[Site]:
+        """Every site at which something is decided: an equation elsewhere, if it is no call, is bound as it is."""
+        products = (self.exchanges, self.sums, self.convolutions, self.transforms, self.kernels)
+        kinds = (self.by_site, self.names, *products)
+        return self.rewritten.union(self.guarded, *kinds)
 
     @classmethod
     def of(cls, constraints: Sequence[Constraint], decided: SiteDecisions | None = None) -> SiteLayout:

@@ -139,8 +139,8 @@ def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], re
     """
     if leaf.role != "param":
         return ()
-    used = used_axes(leaf.spec, mesh, batch_axes, replicated_batch)
-    return tuple(axis for axis in mesh.present(spec_axes(leaf.spec)) if axis in batch_axes and axis not in used)
+    used = used_axes(leaf, mesh, batch_axes, replicated_batch)
+    return tuple(axis for axis in leaf.axes if axis in mesh.wide and axis in batch_axes and axis not in used)
 
 
 def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan]) -> tuple[Constraint, ...]:
@@ -170,7 +170,7 @@ def derive_spreads(
     leaves; biases and scales elsewhere are left to XLA.
     """
     planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None}
-    split = {leaf.path for leaf in leaves if leaf.role == "param" and set(spec_axes(leaf.spec)) & set(batch_axes)}
+    split = {leaf.path for leaf in leaves if leaf.role == "param" and set(leaf.axes) & set(batch_axes)}
     crossings = [use.site for use in graph.uses if use.param in split and not use.backward]
     columns = {
         graph.leaf(use.param).layer: exchange
@@ -184,7 +184,7 @@ def derive_spreads(
         leaf = planned.get(spread.param)
         if leaf is None or not read_once(graph, spread.dims, leaf, spread.trips):
             continue
-        own = set(spec_axes(leaf.spec)) & set(batch_axes)
+        own = set(leaf.axes) & set(batch_axes)
         column = columns.get(graph.leaf(spread.param).layer)
         if own:
             axes = column.rest if column is not None and own == set(column.axes) else ()
@@ -228,7 +228,7 @@ def _scatter(
         or not use.editable
         or use.backward
         or use.data is None
-        or (set(spec_axes(leaf.spec)) & set(batch_axes)) - set(inside)
+        or (set(leaf.axes) & set(batch_axes)) - set(inside)
     ):
         return None
     if not read_once(graph, use.weight_dims, leaf, use.trips):
@@ -279,7 +279,7 @@ def _kept_in_result(graph: Graph, use: Use, kept: Parts) -> Parts | None:
 
 def gradient_gains(leaf: LeafPlan) -> bool:
     """Returns whether the gradient of the parameter `leaf` is split further than the parameter."""
-    return set(spec_axes(leaf.gradient or ())) > set(spec_axes(leaf.spec))
+    return set(leaf.gradient_axes) > set(leaf.axes)
 
 
 def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape) -> Parts | None:

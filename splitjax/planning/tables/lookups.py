@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax.primitives.calls import CallKind, bodies, kind_of, scan_parts
-from splitjax.primitives.walk import Site, equation_at
+from splitjax.primitives.calls import CallKind, kind_of, scan_parts
+from splitjax.primitives.walk import Site, bodies, equation_at
 
 PRIMITIVE: str = "splitjax_lookup"  # the table of `primitives` knows it by this name
 
