@@ -18,14 +18,10 @@ STRANGERS_CODE = "the user's step is traced at other sizes, and anything in it m
 THROUGH_JAX = "what raises it runs inside of a trace of JAX, which hands no values back"
 STORAGE = "storage and other processes fail while a run goes on, at any depth"
 OLD_FILE = "the file is left aside, whatever is wrong with it"
-RULES = "a rule of an operation refuses at any depth; the classifier, which asks it, makes a value of that"
 
 # Where one of the package's own errors is caught and not raised again: how often, and why.
 CAUGHT = {
     "cli/__init__.py: main": (2, ENDS_A_COMMAND),
-    "lower/microbatch/classify.py: whole_batch_info": (1, RULES),
-    "lower/microbatch/classify.py: _Classifier.rule": (1, RULES),
-    "lower/microbatch/classify.py: _Classifier.node": (1, RULES),
     "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
     "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),
     "runtime/checkpoint/carrying.py: put_together": (1, OLD_FILE),
@@ -39,6 +35,17 @@ CAUGHT = {
     "step/traced.py: resized_trace.resized": (1, STRANGERS_CODE),
     "verify/verifying.py: _Run._compared": (3, STRANGERS_CODE),
     "verify/verifying.py: _Run._located": (1, STRANGERS_CODE),
+}
+
+
+# Exceptions that are no errors for users (those derive from `SplitjaxError`): what each one ends, which hands no value
+# back. A rule, a pass or a way that cannot do something returns a value instead.
+NO_ERROR_FOR_USERS = {
+    "compile/programs.py: SignatureChanged": "a call of jax.jit whose arguments are not those of its trace",
+    "lower/partial/rows.py: Captured": "a trace of JAX, at the boundary behind which nothing is wanted",
+    "report/protobuf.py: WireError": "the reading of bytes that are no message",
+    "search/reducing.py: _Impossible": "a reduction that finds a limit broken in its midst",
+    "verify/dim_classes.py: Misfit": "the rewriting of a user's step at sizes that do not fit it",
 }
 
 
@@ -90,6 +97,41 @@ def test_no_error_of_the_package_chooses_a_branch():
         for name in caught(tree, errors):
             counts[f"{file}: {name}"] = counts.get(f"{file}: {name}", 0) + 1
     assert counts == {name: count for name, (count, _) in CAUGHT.items()}
+
+
+def test_every_exception_is_an_error_for_users():
+    """A class of exceptions that chooses a branch would be none: it is returned as a value."""
+    files = {
+        file.relative_to(ROOT / "splitjax").as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for file in sorted((ROOT / "splitjax").rglob("*.py"))
+    }
+    assert other_exceptions(files) == set(NO_ERROR_FOR_USERS)
+
+
+def other_exceptions(files: Mapping[str, ast.AST]) -> set[str]:
+    """The exceptions of the package that do not derive from `SplitjaxError`, by file and name."""
+    errors = own_errors(files)
+    classes = [
+        (file, node, [ast.unparse(base).split(".")[-1] for base in node.bases])
+        for file, tree in files.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name in errors
+    ]
+    for_users = {"SplitjaxError"}
+    for _ in classes:
+        for_users |= {node.name for _, node, bases in classes if for_users & set(bases)}
+    return {f"{file}: {node.name}" for file, node, _ in classes if node.name not in for_users}
+
+
+def test_an_exception_for_control_flow_is_seen():
+    tree = ast.parse(
+        "class SplitjaxError(Exception): ...\n"
+        "class PlanError(SplitjaxError, ValueError): ...\n"
+        "class Inner(PlanError): ...\n"
+        "class Mixed(Exception): ...\n"
+        "class Values: ...\n"
+    )
+    assert other_exceptions({"a.py": tree}) == {"a.py: Mixed"}
 
 
 def test_what_is_caught_is_seen():

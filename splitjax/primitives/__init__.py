@@ -16,6 +16,7 @@ from splitjax.primitives import (
     rows,
     traits,
     unknown,
+    weights,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "rows",
     "traits",
     "unknown",
+    "weights",
 ]

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any
+
+from splitjax.errors import MicrobatchError
 
 SAME, EXAMPLES, PARTIAL, LATER = "same", "examples", "partial", "later"
 
@@ -113,17 +116,23 @@ class Batch:
     part: int
     run: int
 
-    @property
+    @functools.cached_property
     def is_exact(self) -> bool:
         """Tells whether the part trace has as many examples as are run, so that its equations hold as they are."""
         return self.part == self.run
 
-    def resize(self, whole: int, part: int) -> int | Mixed:
-        """Returns a size at the number of examples that is run, from its values `whole` and `part` in the two traces;
-        `Mixed` where that is no whole number."""
+    def resize(self, whole: int, part: int) -> int:
+        """Returns a size at the number of examples that is run, from its values `whole` and `part` in the two traces.
+
+        Raises `MicrobatchError` where that is no whole number."""
         steps, rest = divmod((part - whole) * (self.run - self.part), self.part - self.whole)
         if rest:
-            return Mixed(f"a size is {whole} for the whole batch and {part} for {self.part} examples")
+            raise MicrobatchError(
+                f"a size is {whole} for the whole batch, {part} for {self.part} examples, and not whole for {self.run}",
+                value=self.run,
+                place="a microbatch",
+                remedy="choose microbatches of two examples or more on every worker",
+            )
         return part + steps
 
     def sliced_dims(self, types: Types) -> tuple[int, ...] | Mixed:
@@ -202,3 +211,38 @@ def join(a: Info, b: Info) -> Info | Mixed:
         merged = merge_layouts(layouts)
         return merged if isinstance(merged, Mixed) else Info(live, EXAMPLES, merged, local, fact)
     return Info(live, SAME, None, local, fact)
+
+
+def mixed_later(infos: Sequence[Info]) -> Mixed | None:
+    """Returns `Mixed` if the loss depends on one of `infos`, a value that is known later only; None if it does not."""
+    for info in infos:
+        if info.kind == LATER and info.live:
+            assert info.reason is not None, "a value that is known later has a reason"
+            return Mixed(info.reason)
+    return None
+
+
+def join_all(before: Sequence[Info], after: Sequence[Info]) -> tuple[Info, ...] | Mixed:
+    """Returns what holds of values that `before` or `after` describes; `Mixed` where a microbatch could not treat both
+    alike."""
+    joined = []
+    for a, b in zip(before, after, strict=True):
+        info = join(a, b)
+        if isinstance(info, Mixed):
+            return info
+        joined.append(info)
+    return tuple(joined)
+
+
+def shift_all(infos: Sequence[Info], by: int) -> tuple[Info, ...] | Mixed:
+    """Returns the relations of scanned operands' slices (`by` -1) or of stacked results (+1).
+
+    `Mixed` for the slice of an operand that is scanned along its examples."""
+    shifted = []
+    for info in infos:
+        layout = info.layout
+        if layout is not None and layout.dim + by < 0:
+            return Mixed("it goes through the examples one after the other")
+        moved = layout and dataclasses.replace(layout, dim=layout.dim + by)
+        shifted.append(dataclasses.replace(info, layout=moved, fact=None))
+    return tuple(shifted)

@@ -113,8 +113,10 @@ def _broadcast(q: Question) -> RuleOutcome | Mixed:
     layout = q.carried()
     if isinstance(layout, Mixed):
         return layout
-    target = q.params["broadcast_dimensions"][layout.dim]
-    if q.batch.example_dim(q.types_out[0]) != target:
+    target, found = q.params["broadcast_dimensions"][layout.dim], q.batch.example_dim(q.types_out[0])
+    if isinstance(found, Mixed):
+        return found
+    if found != target:
         return Mixed("it pairs examples with other examples")
     return q.spread(layout, q.infos[0].fact if isinstance(q.infos[0].fact, Fact) else None)
 

@@ -24,13 +24,15 @@ Handler = Callable[[Any, list[Any], Site, RunBody], Sequence[Any] | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """Says which equations a handler is asked about. All others are bound as they are, without a look at them.
+class Selective:
+    """A handler that is asked about some equations alone. All others are bound as they are, without a look at them.
 
-    - `primitives`: their primitives, by name.
-    - `sites`: their sites, whatever their primitives.
+    - `handle`: the handler.
+    - `primitives`: the names of the primitives that it is asked about.
+    - `sites`: the sites that it is asked about, whatever the primitive.
     """
 
+    handle: Handler
     primitives: Container[str]
     sites: Container[Site] = frozenset()
 
@@ -66,36 +68,36 @@ def fold(
 def evaluate(
     jaxpr: AnyJaxpr,
     operands: Sequence[Any],
-    handler: Handler,
+    handler: Handler | Selective,
     site: Site = (),
     sites: Sequence[Site] | None = None,
     literal: Callable[[Any], Any] = lambda atom: atom.val,
     constants: Sequence[Any] | None = None,
-    wanted: Wanted | None = None,
 ) -> list[Any]:
     """Evaluates `jaxpr` on arrays or tracers, and returns its flat results.
 
     **Arguments:**
 
     - `operands`: its flat operands.
-    - `handler`: evaluates equations, as far as it wants to.
+    - `handler`: evaluates equations, as far as it wants to; a `Selective` is not asked about all of them.
     - `site`: where the jaxpr stands; the sites that the handler is given begin with it.
     - `sites`: of the equations behind `site`; None: they are numbered from 0.
     - `literal`: gives the value of a literal; by default the number that stands in the program.
     - `constants`: the values of its constvars; None: those that it holds.
-    - `wanted`: the equations that the handler is asked about; None: all.
     """
+    selective = handler if isinstance(handler, Selective) else None
+    handle = handler.handle if isinstance(handler, Selective) else handler
 
     def equation(index: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
         here = (*site, index) if sites is None else (*site, *sites[index])
-        if wanted is not None and eqn.primitive.name not in wanted.primitives and here not in wanted.sites:
+        if selective and eqn.primitive.name not in selective.primitives and here not in selective.sites:
             return _compat.rebind(eqn, values)
 
         def run(body: AnyJaxpr, number: int, inner: Sequence[Any]) -> list[Any]:
-            return evaluate(body, inner, handler, (*here, number), literal=literal, wanted=wanted)
+            return evaluate(body, inner, handler, (*here, number), literal=literal)
 
         with _compat.equation_context(eqn):
-            results = handler(eqn, values, here, run)
+            results = handle(eqn, values, here, run)
             return _compat.bind_equation(eqn, values) if results is None else results
 
     return fold(jaxpr, operands, equation, literal, _compat.open_jaxpr(jaxpr)[1] if constants is None else constants)

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from splitjax.primitives.dims import DimRule
+from splitjax.primitives.dims import DimRule, Params, Shapes
 from splitjax.primitives.example_question import ExampleRule
 
 
@@ -95,6 +95,27 @@ class RowFacts:
     value: Callable[..., Any] | None = None
 
 
+DimNames = tuple[str | None, ...]  # of a weight: "in", "out", "expert", "vocab", ..., or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Says what an operation does with a parameter that it reads beside activations, which makes it a layer.
+
+    - `names(params, inputs, outputs, weight)`: what the dims of operand number `weight` are called, by the shapes of
+      operands and results.
+    - `flops(params, inputs, outputs)`: how many operations one run takes; a multiply-add is two.
+    - `by_labels`: whether the labels of its dims say how it is split: each device evaluates it on its parts of both
+      operands. What the parts of a contracted dim give adds up if the operation is linear in each operand.
+    - `follows`: the dim rule that all of this follows from, for what users teach; None: it is stated.
+    """
+
+    names: Callable[[Params, Shapes, Shapes, int], DimNames]
+    flops: Callable[[Params, Shapes, Shapes], int]
+    by_labels: bool = False
+    follows: DimRule | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class OperationFacts:
     """Holds all that splitjax knows of one operation; every analysis asks for it here.
@@ -108,6 +129,7 @@ class OperationFacts:
     - `along`: labels of dims whose entries it combines although its results have these dims, as a normalisation does.
     - `linear`: in which operands it is linear; None: in none.
     - `rows`: what it does with the rows of a table; None: nothing is known but what the dim rule tells.
+    - `weights`: what it does with a parameter that it multiplies, or looks rows up in; None: it makes no layer.
     - `traits`: what else holds of it.
     - `size_params`: parameters that hold sizes, of which a part of the batch has its own.
     """
@@ -119,6 +141,7 @@ class OperationFacts:
     along: frozenset[str] = frozenset()
     linear: Linear | None = None
     rows: RowFacts | None = None
+    weights: Weights | None = None
     traits: frozenset[Trait] = frozenset()
     size_params: frozenset[str] = frozenset()
 

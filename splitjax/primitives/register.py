@@ -13,6 +13,7 @@ from splitjax.primitives.dims import DimMap, DimRule, Params, Shapes, from_notat
 from splitjax.primitives.example_question import ExampleRule
 from splitjax.primitives.operation import Examples, Linear, Linearity, OperationFacts, RowAction, RowFacts, Trait
 from splitjax.primitives.table import OPERATIONS
+from splitjax.primitives.weights import weights_of
 
 Dims = str | Callable[[Shapes, Shapes, Params], str | DimMap]
 
@@ -34,8 +35,11 @@ def register_primitive(
     """Teaches splitjax all that its analyses ask about an operation, so that it works under every option.
 
     For most operations the `dims` are enough: what happens to the examples of a batch and to the rows of a table
-    follows from them. An operation that is linear says so in addition if a dim that it contracts can hold examples, or
-    if it can meet a sum over the examples: such a sum is added up a microbatch at a time.
+    follows from them, and a product of activations with a parameter (two operands share a label that no result has) is
+    a layer, which rules split as they split a dense one. An operation that is linear says so in addition if a dim that
+    it contracts can hold examples, if it can meet a sum over the examples (such a sum is added up a microbatch at a
+    time), or if rules split a weight along a dim that it contracts: only what is linear in each operand is then
+    evaluated on parts that are added up, and all else is left to XLA's partitioner.
 
     **Arguments:**
 
@@ -49,7 +53,8 @@ def register_primitive(
     - `mixing`: for a notation, whether the operation makes a new representation of its operand, as a dense layer does
       (a label that stands only among the operands implies it).
     - `examples`: what it does with the dim that holds examples. By default `Examples.BY_DIMS`; `Examples.MIXED` keeps
-      it out of loops over microbatches; a function takes a `Question` and returns a `RuleOutcome`.
+      it out of loops over microbatches; a function takes a `Question` and returns a `RuleOutcome`, or `Mixed` with the
+      reason where microbatches cannot reproduce it.
     - `along`: labels of `dims` whose entries influence each other although results have them too: "f" for a
       normalisation `"b f -> b f"` over features. One name, or several separated by blanks or in a collection. Examples
       in such a dim are refused rather than taken apart.
@@ -83,11 +88,13 @@ def register_primitive(
     given: dict[str, Any] = {}
     if dims is not None:
         given |= {"dims": _dim_rule(dims, mixing, name), "no_dims": ""}
+    is_product = Trait.PRODUCT in traits or (isinstance(dims, str) and _contracts(dims))
     if examples is not None or known is None or known.examples is Examples.MIXED:
         given["examples"] = Examples.BY_DIMS if examples is None else examples
     if not (isinstance(given.get("examples", Examples.MIXED), Examples) or callable(given["examples"])):
         raise _error("what it does with examples is a function or an Examples", examples, name, "pass Examples.BY_DIMS")
     all_traits = frozenset(traits) | ({Trait.ELEMENTWISE} if elementwise else set())
+    all_traits |= {Trait.PRODUCT} if is_product else set()
     if not all(isinstance(trait, Trait) for trait in all_traits):
         raise _error("a trait is a Trait", tuple(traits), name, "pass members of splitjax.primitives.operation.Trait")
     if isinstance(rows, RowAction):
@@ -96,9 +103,13 @@ def register_primitive(
         raise _error("nothing says which rows it keeps", rows, name, "pass RowFacts(RowAction.ARRANGES, keeps=...)")
     optional = {"along": labels, "linear": fact, "rows": rows, "size_params": frozenset(size_params)}
     given |= {key: value for key, value in optional.items() if value}
-    if all_traits:
-        given["traits"] = all_traits | (known.traits if known is not None else frozenset())
-    OPERATIONS.teach(dataclasses.replace(known or OperationFacts(name), name=name, **given))
+    before = known or OperationFacts(name)
+    rule, kept = given.get("dims", before.dims), before.traits
+    if before.weights is not None and before.weights.follows is not None and dims is not None:
+        given["weights"], kept = None, kept - {Trait.PRODUCT}  # they followed from dims that are taught anew
+    if is_product and rule is not None and given.get("weights", before.weights) is None:
+        given["weights"] = weights_of(rule)
+    OPERATIONS.teach(dataclasses.replace(before, name=name, **given, traits=all_traits | kept))
 
 
 def register_dims(primitive: str | _compat.Primitive, rule: Dims, *, mixing: bool = False) -> None:
@@ -159,22 +170,25 @@ def _linear(linear: bool | Linearity | Linear | None, name: str) -> Linear | Non
     return linear
 
 
+def _contracts(notation: str) -> bool:
+    """Returns whether two operands share a label that no result has: products are added up over it."""
+    operands, results = ([_labels([tensor]) for tensor in side] for side in parse_notation(notation))
+    shared = {label for k, own in enumerate(operands) for other in operands[:k] for label in own & other}
+    return bool(shared.difference(*results, "_"))
+
+
+def _labels(tensors: list[list[Any]]) -> set[str]:
+    """Returns the labels of parsed operands or results."""
+    dims = (dim for tensor in tensors for dim in tensor if dim is not Ellipsis)
+    return {label for dim in dims for label in (dim if isinstance(dim, tuple) else (dim,))}
+
+
 def _check_notation(notation: str, along: frozenset[str], linear: Linear | None, elementwise: bool, name: str) -> None:
     """Raises `TraceError` where a notation does not parse, or where other facts do not fit its labels and operands."""
     operands, results = parse_notation(notation)
-
-    def labels(tensors: list[list[Any]]) -> set[str]:
-        return {
-            label
-            for dims in tensors
-            for dim in dims
-            if dim is not Ellipsis
-            for label in (dim if isinstance(dim, tuple) else (dim,))
-        }
-
-    missing = along - labels(operands)
+    missing = along - _labels(operands)
     if missing:
-        remedy = f"name labels of its operands: {', '.join(sorted(labels(operands) - {'_'})) or 'it has none'}"
+        remedy = f"name labels of its operands: {', '.join(sorted(_labels(operands) - {'_'})) or 'it has none'}"
         raise _error(f"the notation has no label {sorted(missing)[0]!r}", notation, name, remedy)
     if linear is not None:
         named = {*(linear.operands or ()), *linear.fixed}
@@ -184,7 +198,7 @@ def _check_notation(notation: str, along: frozenset[str], linear: Linear | None,
             raise _error(f"the notation has no operand {beyond[0]}", notation, name, remedy)
         if linear.how is Linearity.PAIRED and len(operands) != len(results):
             raise _error("paired operands and results differ in number", notation, name, "pass Linearity.TOGETHER")
-    if elementwise and labels(operands) != labels(results):
+    if elementwise and _labels(operands) != _labels(results):
         remedy = "leave elementwise out: a label without a result is contracted, and one without an operand is new"
         raise _error("an elementwise operation has the same labels on both sides", notation, name, remedy)
 

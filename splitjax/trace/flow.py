@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS
 from splitjax.trace.classes import Atoms
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 from splitjax.trace.stepping import find_stepping
@@ -92,8 +91,7 @@ def example_labels(
         return frozenset(whole), frozenset()
     parts: set[int] = set()
     # A dim of examples that is cut, joined or padded becomes another dim of examples, of another size.
-    resizing = OPERATIONS.with_trait(Trait.RESIZES)
-    resizes = [op for op in flat.ops if op.primitive in resizing or op.primitive == "gather"]
+    resizes = [op for op in flat.ops if Trait.RESIZES in op.facts.traits or Trait.LOOKUP in op.facts.traits]
     changed = bool(resizes)
     while changed:
         changed = False
@@ -250,9 +248,9 @@ def _data_seeds(flat: FlatStep, arguments: Sequence[Argument], has_examples: boo
 def _with_products(flat: FlatStep, carrying: Sequence[bool], data: Sequence[bool]) -> list[bool]:
     """Adds to the example-carrying values what differentiated products make of the batch when no example is left in it
     (nodes pooled to graphs, say)."""
-    goal, products = list(carrying), OPERATIONS.with_trait(Trait.PRODUCT)
+    goal = list(carrying)
     for op in flat.ops:
-        if op.primitive in products and (op.inside or op.phase == FORWARD):
+        if Trait.PRODUCT in op.facts.traits and (op.inside or op.phase == FORWARD):
             for v in op.outputs:
                 goal[v] = goal[v] or data[v]
     return goal

@@ -98,6 +98,9 @@ class Use:
     - `data_twins`: (site, operand) of products that read the same data: weight gradients.
     - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part.
     - `in_boundary`: whether a `splitjax.value_and_grad` differentiates it, so that lowering says how.
+    - `by_labels`: whether the labels of its dims say how it is split (`primitives.operation.Weights`), each dim one.
+    - `adds_up`: whether what the parts of a contracted dim give adds up to the result, as the product is linear in
+      either operand.
     - `data_value`: the number of the activations among the step's values: uses that have the same number read the very
       same value. None where that is not known.
     """
@@ -124,6 +127,8 @@ class Use:
     weight_dims: tuple[Dim, ...] = ()
     in_boundary: bool = False
     data_value: int | None = None
+    by_labels: bool = False
+    adds_up: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

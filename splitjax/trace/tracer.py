@@ -28,7 +28,7 @@ from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.stepping import Stepping, count_turns, find_stepping, reads_a_turn
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
-from splitjax.trace.uses import RawUse, find_uses, weight_sources
+from splitjax.trace.uses import RawUse, find_uses, is_bilinear, weight_sources
 
 # Value -> (site, operand) of the products between activations that read it.
 Twins = dict[int, list[tuple[Site, int]]]
@@ -214,7 +214,7 @@ def _products(flat: FlatStep, uses: set[int]) -> Twins:
     already traced, the gradients of the weights that it met."""
     products: Twins = {}
     for index, op in enumerate(flat.ops):
-        if op.primitive in ("dot_general", "conv_general_dilated") and index not in uses and op.editable:
+        if is_bilinear(op) and index not in uses and op.editable:
             for operand, value in enumerate(op.inputs[:2]):
                 products.setdefault(value, []).append((op.site, operand))
     return products
@@ -268,6 +268,8 @@ def _use(
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
         in_boundary=op.inside,
         data_value=None if use.data is None else data,
+        by_labels=use.by_labels,
+        adds_up=use.adds_up,
     )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from splitjax.primitives.dims import DimMap
+from splitjax.primitives.operation import Linearity
 from splitjax.trace.attention import mark_attention
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 from splitjax.trace.flow import ValueFacts
@@ -30,6 +32,7 @@ class RawUse:
     - `names`: a name (or None) per dim of the weight operand.
     - `flops`: of all repetitions.
     - `backward`: whether it belongs to a backward pass that JAX already traced.
+    - `by_labels`, `adds_up`: as in `graph.Use`.
     - `recurrent`, `attention`: whether the weight is recurrent, or feeds or reads an attention.
     """
 
@@ -40,6 +43,8 @@ class RawUse:
     names: tuple[str | None, ...]
     flops: int
     backward: bool
+    by_labels: bool
+    adds_up: bool
     recurrent: bool = False
     attention: bool = False
 
@@ -54,8 +59,8 @@ def find_uses(flat: FlatStep, linked: Linked, flow: ValueFacts, sources: Sequenc
     """
     raw: list[RawUse] = []
     for index, op in enumerate(flat.ops):
-        names_of = _WEIGHTS.get(op.primitive)
-        if names_of is None or len(op.inputs) < 2:
+        facts = op.facts.weights
+        if facts is None or len(op.inputs) < 2:
             continue
         positions = _operands(op, flow, sources, flat)
         if positions is None:
@@ -63,11 +68,10 @@ def find_uses(flat: FlatStep, linked: Linked, flow: ValueFacts, sources: Sequenc
         weight, data = positions
         size = {i: math.prod(flat.shapes[flat.inputs[i]]) for i in sources[op.inputs[weight]]}
         leaves = tuple(sorted(size, key=lambda i: (-size[i], i)))
-        raw.append(
-            RawUse(
-                index, weight, data, leaves, names_of(op, weight, flat), product_flops(op, flat), op.phase == BACKWARD
-            )
-        )
+        inputs, outputs = [flat.shapes[v] for v in op.inputs], [flat.shapes[v] for v in op.outputs]
+        names = facts.names(op.params, inputs, outputs, weight)
+        by_labels, flops = _splits_by_labels(op, linked.maps[index]), product_flops(op, flat)
+        raw.append(RawUse(index, weight, data, leaves, names, flops, op.phase == BACKWARD, by_labels, is_bilinear(op)))
     at = {use.op: (use.weight, use.data) for use in raw if use.data is not None}
     recurrent = mark_recurrent(flat, linked, flow, at)
     attention = mark_attention(flat, linked, flow, at)
@@ -126,63 +130,25 @@ def _operands(
     return None
 
 
-def _dot_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
-    contract, batch = (side[weight] for side in op.params["dimension_numbers"])
-    rank = len(flat.shapes[op.inputs[weight]])
-    return tuple("in" if d in contract else "expert" if d in batch else "out" for d in range(rank))
+def _splits_by_labels(op: Op, dim_map: DimMap | None) -> bool:
+    """Tells whether each device can evaluate its parts of an operation by itself, as the labels of its dims say."""
+    if op.facts.weights is None or not op.facts.weights.by_labels or dim_map is None or op.facts.size_params:
+        return False
+    tensors = (*dim_map.inputs, *dim_map.outputs)
+    return len(op.inputs) == 2 and len(op.outputs) == 1 and all(len(dim) == 1 for dims in tensors for dim in dims)
 
 
-def _conv_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
-    if weight != 1:
-        return (None,) * len(flat.shapes[op.inputs[weight]])
-    out, in_, *spatial = op.params["dimension_numbers"].rhs_spec
-    names = {0: (), 1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}.get(len(spatial), ())
-    space = dict(zip(spatial, names, strict=False))
-    return tuple(
-        "out" if d == out else "in" if d == in_ else space.get(d) for d in range(len(flat.shapes[op.inputs[1]]))
-    )
-
-
-def _gather_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
-    shape, sizes = flat.shapes[op.inputs[0]], op.params["slice_sizes"]
-    looked_up = {d for d in op.params["dimension_numbers"].start_index_map if sizes[d] != shape[d]}
-    return tuple("vocab" if d in looked_up else "features" for d in range(len(shape)))
-
-
-def _ragged_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
-    numbers = op.params["ragged_dot_dimension_numbers"]
-    contract, batch = (side[weight] for side in numbers.dot_dimension_numbers)
-    groups = {*batch, *(numbers.rhs_group_dimensions if weight == 1 else ())}
-    rank = len(flat.shapes[op.inputs[weight]])
-    return tuple("expert" if d in groups else "in" if d in contract else "out" for d in range(rank))
-
-
-def _scaled_names(op: Op, weight: int, flat: FlatStep) -> tuple[str | None, ...]:
-    return (None, "out", "in")
-
-
-_WEIGHTS: dict[str, Callable[[Op, int, FlatStep], tuple[str | None, ...]]] = {
-    "dot_general": _dot_names,
-    "conv_general_dilated": _conv_names,
-    "gather": _gather_names,
-    "ragged_dot_general": _ragged_names,
-    "scaled_matmul_wrapper": _scaled_names,
-    "scaled_matmul": _scaled_names,
-}
+def is_bilinear(op: Op) -> bool:
+    """Tells whether an operation is a product that is linear in either operand: parts of a contracted dim add up, and
+    its derivatives are such products."""
+    linear = op.facts.linear
+    return op.facts.weights is not None and linear is not None and linear.how is Linearity.EACH
 
 
 def product_flops(op: Op, flat: FlatStep) -> int:
     """Counts the flops of all repetitions of operation `op` of `flat`: a multiply-add is two. Zero for other than
     products."""
-    out, left = math.prod(flat.shapes[op.outputs[0]]), flat.shapes[op.inputs[0]]
-    if op.primitive in ("dot_general", "ragged_dot_general"):
-        numbers = op.params.get("dimension_numbers")
-        if numbers is None:
-            numbers = op.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return 2 * out * math.prod(left[d] for d in numbers[0][0]) * op.trips
-    if op.primitive == "conv_general_dilated":
-        rhs_out, *rest = op.params["dimension_numbers"].rhs_spec
-        return 2 * out * math.prod(flat.shapes[op.inputs[1]][d] for d in rest) * op.trips
-    if op.primitive.startswith("scaled_matmul"):
-        return 2 * out * left[-1] * op.trips
-    return 0
+    if op.facts.weights is None:
+        return 0
+    inputs, outputs = [flat.shapes[v] for v in op.inputs], [flat.shapes[v] for v in op.outputs]
+    return op.facts.weights.flops(op.params, inputs, outputs) * op.trips

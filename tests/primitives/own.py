@@ -41,6 +41,15 @@ ad.defbilinear(
     lambda ct, x, w: product_weight_p.bind(x, ct),
 )
 
+# b i, i o -> b o, but not linear: the largest of the sums, which parts of i do not add up to.
+_tropical = lambda x, w: (x[:, :, None] + w).max(1)
+tropical_p = _define("own_tropical", _tropical, lambda x, w: (x.shape[0], w.shape[1]))
+ad.defjvp(
+    tropical_p,
+    lambda tangent, x, w: jax.jvp(lambda x: _tropical(x, w), (x,), (tangent,))[1],
+    lambda tangent, x, w: jax.jvp(lambda w: _tropical(x, w), (w,), (tangent,))[1],
+)
+
 # Every row less its mean, over its standard deviation.
 _normalise = lambda x: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-3)
 normalise_p = _define("own_normalise", _normalise, lambda x: x.shape)

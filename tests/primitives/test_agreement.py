@@ -40,7 +40,7 @@ def test_elementwise_operations_are_so_to_every_analysis():
         operation = OPERATIONS[name]
         assert operation.dims is add.dims, name
         assert operation.examples is add.examples or name in OWN_EXAMPLE_RULE, name
-        facts = row_facts(name, {}, [(4, 3)], [(4, 3)])
+        facts = row_facts(OPERATIONS[name], {}, [(4, 3)], [(4, 3)])
         assert (facts.action is RowAction.APART) == (name not in WHOLE_ROWS), name
 
 

@@ -9,10 +9,10 @@ import pytest
 
 import splitjax
 from splitjax.errors import MicrobatchError, TraceError
-from splitjax.primitives.operation import Examples, Linear, Linearity, RowAction, RowFacts
+from splitjax.primitives.operation import Examples, Linear, Linearity, OperationFacts, RowAction, RowFacts, Trait
 from splitjax.primitives.rows import row_facts
 from splitjax.primitives.table import OPERATIONS
-from tests.primitives.own import forgotten, normalise_p, product_p, total_p, wave_p
+from tests.primitives.own import forgotten, normalise_p, product_p, total_p, tropical_p, wave_p
 
 NUM_EXAMPLES, IN, HIDDEN, OUT = 32, 16, 32, 8
 
@@ -135,6 +135,79 @@ def test_dims_are_enough_for_group_communication(group_comm, taught):
 
     parallel = splitjax.parallelize(step, mesh=MODEL, rules="splitbrain", group_comm=group_comm, donate=False)
     same_numbers(parallel(start, examples), jax.jit(step)(start, examples))
+
+
+def _three_products(product):
+    def loss(p, b):
+        x = jnp.tanh(product(b["x"], p["a"]))
+        return ((product(jnp.tanh(product(x, p["mid"])), p["out"]) - b["y"]) ** 2).mean()
+
+    def step(p, b):
+        value, gradient = splitjax.value_and_grad(loss)(p, b)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradient), value
+
+    return step
+
+
+@pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
+def test_a_product_that_is_taught_is_a_layer(rules, taught):
+    """Rules split it, by its columns or by its rows, and its exchanges are explicit and planned as a dense layer's."""
+    splitjax.register_primitive(product_p, dims="b i, i o -> b o", linear=Linearity.EACH, replace=True)
+    plans = [
+        splitjax.parallelize(_three_products(product), mesh=MODEL, rules=rules).plan(params(), batch())
+        for product in (product_p.bind, jnp.matmul)
+    ]
+    assert plans[0].layers == plans[1].layers and plans[0].collectives == plans[1].collectives
+    assert [layer.kind for layer in plans[0].layers] == ["dense"] * 3
+    assert {axis for layer in plans[0].layers for spec in layer.specs for axis in spec} > {None}, "none is split"
+
+
+ROWS = splitjax.RuleSet(
+    "rows",
+    rules=(
+        splitjax.Rule("mid", path="mid", shard=({"out": "model"},)),
+        splitjax.Rule("rest", path="a|out", shard=({"in": "model"},)),
+    ),
+    replicated_batch="all",
+)
+
+
+@pytest.mark.parametrize("rules", ["splitbrain", "megatron", ROWS], ids=["splitbrain", "megatron", "rows"])
+def test_what_is_not_linear_is_not_added_up(rules):
+    """The largest of the sums x + w has the dims of a product; the largest of two parts is not their sum."""
+    with forgotten(tropical_p):
+        splitjax.register_primitive(tropical_p, dims="b i, i o -> b o")
+        expected = jax.jit(_three_products(tropical_p.bind))(params(), batch())
+        parallel = splitjax.parallelize(_three_products(tropical_p.bind), mesh=MODEL, rules=rules, donate=False)
+        assert [layer.kind for layer in parallel.plan(params(), batch()).layers] == ["dense"] * 3
+        same_numbers(parallel(params(), batch()), expected)
+
+
+def test_dims_that_are_taught_anew_make_another_layer_or_none():
+    """What followed from the dims follows from those that replace them; what is stated of an operation stays."""
+    with forgotten("own_mix"):
+        splitjax.register_primitive("own_mix", dims="b i, i o -> b o")
+        splitjax.register_dims("own_mix", "b i, o i -> b o")
+        weights = OPERATIONS["own_mix"].weights
+        assert weights.names({}, [(8, 4), (6, 4)], [(8, 6)], 1) == ("out", "in")
+        assert weights.flops({}, [(8, 4), (6, 4)], [(8, 6)]) == 2 * 8 * 4 * 6
+        splitjax.register_dims("own_mix", "b i, b i -> b i")
+        assert OPERATIONS["own_mix"].weights is None
+        assert Trait.PRODUCT not in OPERATIONS["own_mix"].traits
+    stated = OPERATIONS["gather"]
+    try:
+        splitjax.register_primitive("gather", dims=stated.dims, replace=True)
+        assert OPERATIONS["gather"].weights is stated.weights
+    finally:
+        OPERATIONS.teach(stated)
+
+
+def test_experts_of_a_taught_product_have_their_name():
+    """A label of weight and result alone is what comes out, one of all three numbers experts."""
+    with forgotten("own_experts"):
+        splitjax.register_primitive("own_experts", dims="e b i, e i o -> e b o")
+        weights = OPERATIONS["own_experts"].weights
+        assert weights.names({}, [(2, 8, 4), (2, 4, 6)], [(2, 8, 6)], 1) == ("expert", "in", "out")
 
 
 def _total_step(microbatches=None):
@@ -265,5 +338,5 @@ def test_what_happens_to_rows_follows_from_the_dims(facts, action):
     result = (4, 6) if facts.get("dims") == "r f -> f r" else (6, 4)
     with forgotten("own_rows"):
         splitjax.register_primitive("own_rows", **facts)
-        assert row_facts("own_rows", {}, shapes, [result]).action is action
-    assert row_facts("own_rows", {}, shapes, [result]).action is RowAction.WHOLE
+        assert row_facts(OPERATIONS["own_rows"], {}, shapes, [result]).action is action
+    assert row_facts(OperationFacts("own_rows"), {}, shapes, [result]).action is RowAction.WHOLE

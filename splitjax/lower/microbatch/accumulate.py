@@ -17,8 +17,8 @@ from jax import lax
 
 from splitjax import _compat
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
-from splitjax.lower.microbatch.classify import BodyAnalysis, NodeAnalysis
-from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, is_rebuilt, used_form
+from splitjax.lower.microbatch.classify import PART, WHOLE, BodyAnalysis, NodeAnalysis, used_form
+from splitjax.lower.microbatch.liveness import Marked
 from splitjax.lower.microbatch.pairing import Const, Node, PairedProgram, Ref, resized
 from splitjax.primitives.example_relation import PARTIAL, Batch, Info
 
@@ -92,7 +92,7 @@ class Evaluator:
     def whole(self, marked: Marked, index: int, node: Node, env: Env, stage: str) -> None:
         """Computes the results of `node`, number `index` of `marked`, that are needed whole in `stage`, into `env`."""
         analysis = marked.analysis
-        some_live = any(analysis.info(ref, self.batch).live for ref in node.inputs)
+        some_live = any(info.live for info in analysis.by_node[index].operands)
         now = stage == INSIDE or (stage == AFTER) == some_live
         if index in marked.effects and now and stage != INSIDE:
             self.bind(node.whole, [self.read(analysis, ref, WHOLE, env, None) for ref in node.inputs], node.site)
@@ -131,8 +131,10 @@ class Evaluator:
 
         With `share`: the microbatch's share of it, as it is added to a sum over microbatches."""
         value = self.read(analysis, ref, used_form(analysis.info(ref, self.batch)), env, slot)
-        if not share:
-            return value
+        return self.share(value, ref, slot) if share else value
+
+    def share(self, value: Any, ref: Ref, slot: LoopPosition) -> Any:
+        """Returns the share of the microbatch of `slot` in `value`, what `ref` is, as it is added to a sum."""
         value = jnp.asarray(value, self.program.type_of(ref)[0].dtype)
         if jnp.issubdtype(value.dtype, jnp.inexact):
             return value / jnp.asarray(self.split.num_contributions, value.dtype)
@@ -148,27 +150,29 @@ class Evaluator:
     def part(self, marked: Marked, index: int, node: Node, env: Env, slot: LoopPosition) -> Sequence[Any]:
         """Returns the results of `node`, number `index` of `marked`, for the microbatch of `slot`, from `env`."""
         analysis, analysed = marked.analysis, marked.analysis.by_node[index]
-        if is_rebuilt(node, analysed):
+        if analysed.rebuilt:
             if node.name == "scan":
                 return self.scan(marked, index, node, analysed, env, slot)
             if node.name == "cond":
                 return self.cond(marked, index, node, analysed, env, slot)
             return self.remat(marked, index, node, env, slot)
         outcome = analysed.outcome
-        operands = [self.use(analysis, ref, env, slot, i in outcome.shares) for i, ref in enumerate(node.inputs)]
+        operands = [
+            self.read(analysis, ref, form, env, slot) for ref, form in zip(node.inputs, analysed.forms, strict=True)
+        ]
+        for i in outcome.shares:
+            operands[i] = self.share(operands[i], node.inputs[i], slot)
         if outcome.draws:
             return [self.draw(node, operands[0], outcome.infos[0], slot)]
         if node.name == "sharding_constraint":
             return operands  # written for the whole batch; layouts inside the loop are the plan's business
         if outcome.rows is not None:
             position, component = outcome.rows
-            operands[position] = _own_numbers(
-                operands[position], component, analysis.info(node.inputs[position], self.batch)
-            )
+            operands[position] = _own_numbers(operands[position], component, analysed.operands[position])
         if self.batch.is_exact:
             return self.bind(node.part, operands, node.site)
         if node.runs_as_it_is:
-            return self.repeated(analysis, node, analysed, operands)
+            return self.repeated(node, analysed, operands)
         return self.bind(resized(node, self.batch.resize), operands, node.site)
 
     def draw(self, node: Node, key: Any, info: Info, slot: LoopPosition) -> Any:
@@ -185,18 +189,15 @@ class Evaluator:
             positions = positions[..., None] * jnp.uint32(size) + own
         return _compat.positional_bits(key, node.whole.params["bit_width"], positions)
 
-    def repeated(
-        self, analysis: BodyAnalysis, node: Node, analysed: NodeAnalysis, operands: list[Any]
-    ) -> Sequence[Any]:
+    def repeated(self, node: Node, analysed: NodeAnalysis, operands: list[Any]) -> Sequence[Any]:
         """Returns the results of a function with its own derivative rule for a microbatch of a single example.
 
         Such a function exists at the sizes of the traces only: it is run on the example repeated, and the first result
-        is kept. `node`: its call in the body of `analysis`, of which `analysed` is known; `operands`: of the example.
+        is kept. `node`: its call, of which `analysed` is known; `operands`: of the example.
         """
-        layouts = [analysis.info(ref, self.batch).layout for ref in node.inputs]
         repeated = [
-            self.split.resize(value, layout, self.batch.run, self.batch.part)
-            for value, layout in zip(operands, layouts, strict=True)
+            self.split.resize(value, info.layout, self.batch.run, self.batch.part)
+            for value, info in zip(operands, analysed.operands, strict=True)
         ]
         results = self.bind(node.part, repeated, node.site)
         return [
@@ -284,7 +285,7 @@ class Evaluator:
             env,
             slot,
         )
-        choice = self.use(marked.analysis, node.inputs[0], env, slot)
+        choice = self.read(marked.analysis, node.inputs[0], analysed.forms[0], env, slot)
         return _place(
             lax.switch(choice, [branch(inner) for inner in marked.nested[index]], values, slot),
             wanted,

@@ -27,9 +27,12 @@ from splitjax.primitives.example_relation import (
     Mixed,
     Reason,
     Types,
-    join,
+    join_all,
+    mixed_later,
+    shift_all,
 )
 
+WHOLE, PART = "whole", "part"  # the forms that a value has: for the whole batch, and for one microbatch
 _MADE_OF_SHARED = "it makes values for single examples out of something shared"
 
 
@@ -68,12 +71,29 @@ class NodeAnalysis:
     - `plain`: the part trace's own equation gives a microbatch the right results.
     - `nested`: the analyses of its bodies.
     - `targets`: for a loop or branches, the relation that carried values (results) are brought to.
+    - `operands`: the relations of its operands; `forms`: the form, `PART` or `WHOLE`, in which a microbatch uses each.
+    - `rebuilt`: it is run by evaluating its bodies one equation at a time, else as the part trace's equation.
     """
 
     outcome: RuleOutcome
     plain: bool
     nested: tuple[BodyAnalysis, ...] = ()
     targets: tuple[Info, ...] = ()
+    operands: tuple[Info, ...] = ()
+    forms: tuple[str, ...] = ()
+    rebuilt: bool = False
+
+
+def used_form(info: Info) -> str:
+    """Returns the form, `PART` or `WHOLE`, in which a microbatch uses a value with the relation `info`."""
+    return PART if info.live or info.kind == EXAMPLES else WHOLE
+
+
+def _is_rebuilt(node: Node, analysed: NodeAnalysis) -> bool:
+    """Tells whether a microbatch evaluates the bodies of `node`, of which `analysed` is known."""
+    if not analysed.nested or node.runs_as_it_is:
+        return False
+    return node.name != "scan" or bool(analysed.targets) or node.whole.params["length"] == node.part.params["length"]
 
 
 def const_info(const: Const, batch: Batch) -> Info:
@@ -124,7 +144,9 @@ class _Classifier:
             operands = tuple(
                 const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in node.inputs
             )
-            by_node.append(self.node(node, operands))
+            known = self.node(node, operands)
+            forms, rebuilt = tuple(map(used_form, operands)), _is_rebuilt(node, known)
+            by_node.append(dataclasses.replace(known, operands=operands, forms=forms, rebuilt=rebuilt))
             infos.update(zip(node.outputs, by_node[-1].outcome.infos, strict=True))
         outputs = tuple(const_info(ref, self.batch) if isinstance(ref, Const) else infos[ref] for ref in body.outputs)
         return BodyAnalysis(body, tuple(inputs), outputs, infos, tuple(by_node))
@@ -244,7 +266,7 @@ class _Classifier:
         if node.name == "cond":
             return self.cond(node, infos)
         analysis = self.body(node.bodies[0], infos)
-        refused = _mixed_later(analysis.outputs)
+        refused = mixed_later(analysis.outputs)
         if refused is not None:
             return refused
         if node.runs_as_it_is:
@@ -265,12 +287,12 @@ class _Classifier:
         branches = tuple(self.body(body, infos[1:]) for body in node.bodies)
         targets = branches[0].outputs
         for branch in branches[1:]:
-            joined = _joined(targets, branch.outputs)
+            joined = join_all(targets, branch.outputs)
             if isinstance(joined, Mixed):
                 return joined
             targets = joined
         targets = tuple(dataclasses.replace(target, live=target.live or infos[0].live, fact=None) for target in targets)
-        refused = _mixed_later(targets)
+        refused = mixed_later(targets)
         if refused is not None:
             return refused
         plain = all(
@@ -287,13 +309,13 @@ class _Classifier:
         if node.whole.params["length"] != node.part.params["length"]:
             return self.map_over_examples(node, infos, types, num_carry)
         consts, carry = infos[:num_consts], infos[num_consts : num_consts + num_carry]
-        scanned = _shifted(infos[num_consts + num_carry :], -1)
+        scanned = shift_all(infos[num_consts + num_carry :], -1)
         if isinstance(scanned, Mixed):
             return scanned
         carry = tuple(dataclasses.replace(info, fact=None) for info in carry)
         analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
         for _ in range(4 * max(num_carry, 1)):
-            joined = _joined(carry, analysis.outputs[:num_carry])
+            joined = join_all(carry, analysis.outputs[:num_carry])
             if isinstance(joined, Mixed):
                 return joined
             joined = tuple(dataclasses.replace(info, fact=None) for info in joined)
@@ -301,10 +323,10 @@ class _Classifier:
                 break
             carry = joined
             analysis = self.body(node.bodies[0], (*consts, *carry, *scanned))
-        stacked = _shifted(analysis.outputs[num_carry:], 1)
+        stacked = shift_all(analysis.outputs[num_carry:], 1)
         if isinstance(stacked, Mixed):
             return stacked
-        refused = _mixed_later((*carry, *stacked))
+        refused = mixed_later((*carry, *stacked))
         if refused is not None:
             return refused
         before = infos[num_consts : num_consts + num_carry]
@@ -349,38 +371,3 @@ def _same_everywhere(analysis: BodyAnalysis, program: PairedProgram, batch: Batc
         if any(batch.sliced_dims(program.types[v]) for v in node.outputs):
             return False
     return True
-
-
-def _mixed_later(infos: Sequence[Info]) -> Mixed | None:
-    """Returns `Mixed` if the loss depends on one of `infos`, a value that is known later only; None if it does not."""
-    for info in infos:
-        if info.kind == LATER and info.live:
-            assert info.reason is not None, "a value that is known later has a reason"
-            return Mixed(info.reason)
-    return None
-
-
-def _joined(before: Sequence[Info], after: Sequence[Info]) -> tuple[Info, ...] | Mixed:
-    """Returns what holds of values that `before` or `after` describes; `Mixed` where a microbatch could not treat both
-    alike."""
-    joined = []
-    for a, b in zip(before, after, strict=True):
-        info = join(a, b)
-        if isinstance(info, Mixed):
-            return info
-        joined.append(info)
-    return tuple(joined)
-
-
-def _shifted(infos: Sequence[Info], by: int) -> tuple[Info, ...] | Mixed:
-    """Returns the relations of scanned operands' slices (`by` -1) or of stacked results (+1).
-
-    `Mixed` for the slice of an operand that is scanned along its examples."""
-    shifted = []
-    for info in infos:
-        layout = info.layout
-        if layout is not None and layout.dim + by < 0:
-            return Mixed("it goes through the examples one after the other")
-        moved = layout and dataclasses.replace(layout, dim=layout.dim + by)
-        shifted.append(dataclasses.replace(info, layout=moved, fact=None))
-    return tuple(shifted)

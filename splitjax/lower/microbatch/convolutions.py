@@ -16,10 +16,8 @@ from jax import lax
 
 from splitjax import _compat
 from splitjax.primitives.calls import CallKind, inline_body, names
-from splitjax.primitives.interpreter import RunBody, Wanted, evaluate
+from splitjax.primitives.interpreter import RunBody, Selective, evaluate
 from splitjax.primitives.walk import Site
-
-_WANTED = Wanted(names(CallKind.INLINE) | {"conv_general_dilated"})
 
 
 def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +35,7 @@ def with_cpu_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
             return results
 
         closed, _ = _compat.trace(flat, *leaves)
-        return jax.tree.unflatten(trees[-1], evaluate(closed, leaves, _with_fast_convolutions, wanted=_WANTED))
+        return jax.tree.unflatten(trees[-1], evaluate(closed, leaves, _FAST))
 
     return run
 
@@ -72,3 +70,6 @@ def _convolution(params: dict[str, Any], data: Any, weight: Any) -> Any:
     goes_to = numbers.out_spec  # where examples, features and positions are wanted
     source = dict(zip(goes_to, (0, last, *positions), strict=True))
     return lax.transpose(result, tuple(source[dim] for dim in range(rank)))
+
+
+_FAST = Selective(_with_fast_convolutions, names(CallKind.INLINE) | {"conv_general_dilated"})

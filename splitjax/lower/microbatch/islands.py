@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import LOOP, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
-from splitjax.lower.microbatch.classify import BodyAnalysis
-from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.lower.microbatch.classify import PART, WHOLE, BodyAnalysis
+from splitjax.lower.microbatch.liveness import Marked
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.primitives.example_relation import EXAMPLES, SAME
 from splitjax.primitives.walk import Site

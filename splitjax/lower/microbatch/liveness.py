@@ -13,17 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from splitjax import _compat
-from splitjax.lower.microbatch.classify import BodyAnalysis, NodeAnalysis
+from splitjax.lower.microbatch.classify import PART, WHOLE, BodyAnalysis, NodeAnalysis, used_form
 from splitjax.lower.microbatch.pairing import Node, Ref
 from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, Batch, Info
 
-WHOLE, PART = "whole", "part"
 Need = tuple[int, str]  # (value, form)
-
-
-def used_form(info: Info) -> str:
-    """Returns the form, `PART` or `WHOLE`, in which a microbatch uses a value with the relation `info`."""
-    return PART if info.live or info.kind == EXAMPLES else WHOLE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,15 +43,6 @@ class Marked:
     effects: frozenset[int]
     loop: frozenset[Need]
     returned: tuple[int, ...]
-
-
-def is_rebuilt(node: Node, analysed: NodeAnalysis) -> bool:
-    """Tells whether `node`, of which `analysed` is known, is run by evaluating its bodies one equation at a time.
-
-    Else it is run as the part trace's equation."""
-    if not analysed.nested or node.runs_as_it_is:
-        return False
-    return node.name != "scan" or bool(analysed.targets) or node.whole.params["length"] == node.part.params["length"]
 
 
 def mark(analysis: BodyAnalysis, wants: Iterable[Need], batch: Batch, top: bool = False) -> Marked:
@@ -110,10 +95,6 @@ class _Marker:
             if in_loop:
                 self.loop.add((ref, form))
 
-    def info(self, ref: Ref) -> Info:
-        """Returns the relation of a value or constant."""
-        return self.analysis.info(ref, self.batch)
-
     def bring_back(self, v: int) -> None:
         """Lets the loop return `v` if it is a live value of it that is wanted afterwards, for the whole batch."""
         info = self.analysis.infos[v]
@@ -139,16 +120,16 @@ class _Marker:
                     self.want(v, WHOLE)
                 else:
                     parts.append(v)
-        self.whole(index, node, infos)
+        self.whole(index, node, analysed, infos)
         if not parts:
             return
-        if is_rebuilt(node, analysed):
+        if analysed.rebuilt:
             self.rebuilt(index, node, analysed, parts)
             return
-        for ref in node.inputs:
-            self.want(ref, used_form(self.info(ref)), self.top)
+        for ref, form in zip(node.inputs, analysed.forms, strict=True):
+            self.want(ref, form, self.top)
 
-    def whole(self, index: int, node: Node, infos: list[Info]) -> None:
+    def whole(self, index: int, node: Node, analysed: NodeAnalysis, infos: list[Info]) -> None:
         """Notes what a node needs for its results that are needed for the whole batch; `infos` are their relations."""
         later = [
             v
@@ -156,7 +137,7 @@ class _Marker:
             if (v, WHOLE) in self.need and info.live and info.kind not in (PARTIAL, EXAMPLES)
         ]
         known = [(v, WHOLE) in self.need and not info.live for v, info in zip(node.outputs, infos, strict=True)]
-        some_live = any(self.info(ref).live for ref in node.inputs)
+        some_live = any(info.live for info in analysed.operands)
         if later or (any(known) and not some_live):
             for ref in node.inputs:
                 self.want(ref, WHOLE)
@@ -174,24 +155,22 @@ class _Marker:
         wanted = [position for position, v in enumerate(node.outputs) if v in parts]
         if node.name == "scan":
             marked = self.scan(node, analysed, wanted)
-            operands = list(node.inputs)
+            operands, forms = node.inputs, analysed.forms
         elif node.name == "cond":
             marked = tuple(
                 self.body(branch, [(branch.body.outputs[k], PART) for k in wanted]) for branch in analysed.nested
             )
-            self.want(node.inputs[0], used_form(self.info(node.inputs[0])), self.top)
-            operands = list(node.inputs[1:])
+            self.want(node.inputs[0], analysed.forms[0], self.top)
+            operands, forms = node.inputs[1:], analysed.forms[1:]
         else:
             body = analysed.nested[0]
             marked = (self.body(body, [(body.body.outputs[k], PART) for k in wanted]),)
-            operands = list(node.inputs)
+            operands, forms = node.inputs, analysed.forms
         marked = tuple(dataclasses.replace(inner, returned=tuple(wanted)) for inner in marked)
         self.nested[index] = marked
         for inner in marked:
             for position, form in inner.inputs:
-                self.want(
-                    operands[position], WHOLE if form == WHOLE else used_form(self.info(operands[position])), self.top
-                )
+                self.want(operands[position], WHOLE if form == WHOLE else forms[position], self.top)
 
     def body(self, analysis: BodyAnalysis, wants: list[tuple[Ref, str]]) -> Marked:
         """Marks a nested body for results in the form in which its surroundings use them."""

@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.lower.microbatch.accumulate import AFTER, BEFORE, Bind, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.classify import BodyAnalysis
+from splitjax.lower.microbatch.classify import PART, WHOLE, BodyAnalysis
 from splitjax.lower.microbatch.islands import Archipelago
-from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.lower.microbatch.liveness import Marked
 from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution, OperandFetch
 from splitjax.primitives.example_relation import EXAMPLES, PARTIAL, ExampleDim, Info

@@ -26,9 +26,9 @@ from typing import Any
 from splitjax.errors import Refusal
 from splitjax.lower.microbatch.accumulate import Evaluator, plain_bind
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.classify import BodyAnalysis, classify, whole_batch_info
+from splitjax.lower.microbatch.classify import PART, WHOLE, BodyAnalysis, classify, whole_batch_info
 from splitjax.lower.microbatch.islands import Archipelago, Request, find_island, stages
-from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked, mark
+from splitjax.lower.microbatch.liveness import Marked, mark
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.pairing import Const, PairedProgram, pair
 from splitjax.planning.workers import Workers

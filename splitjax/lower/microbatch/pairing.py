@@ -64,6 +64,7 @@ class Node:
     - `inputs`, `outputs`: the values that it reads and writes.
     - `bodies`: the jaxprs that it runs: a loop's, or one per branch.
     - `source`: the user's line; of the call that leads here, where a library function was traced before.
+    - `name`: of the primitive.
     """
 
     whole: Any
@@ -73,11 +74,7 @@ class Node:
     outputs: tuple[int, ...]
     bodies: tuple[Body, ...]
     source: str
-
-    @property
-    def name(self) -> str:
-        """The name of the primitive."""
-        return self.whole.primitive.name
+    name: str
 
     @property
     def runs_as_it_is(self) -> bool:
@@ -231,7 +228,7 @@ class _Pairer:
         bodies = self.bodies(a, b, site, source)
         if bodies is None:
             return None
-        nodes.append(Node(a, b, site, tuple(operands), results, bodies, source))
+        nodes.append(Node(a, b, site, tuple(operands), results, bodies, source, a.primitive.name))
         return results
 
     def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...] | None:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Env
 from splitjax.lower.microbatch.batch_split import Split
-from splitjax.lower.microbatch.liveness import WHOLE
+from splitjax.lower.microbatch.classify import WHOLE
 from splitjax.lower.microbatch.worker_loop import AnalysedBoundary, Contribution
 from splitjax.planning.workers import Workers
 

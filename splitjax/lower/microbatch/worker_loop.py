@@ -17,10 +17,10 @@ from jax import lax
 
 from splitjax.lower.microbatch.accumulate import LOOP, Env, Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
-from splitjax.lower.microbatch.classify import BodyAnalysis
+from splitjax.lower.microbatch.classify import PART, WHOLE, BodyAnalysis
 from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.microbatch.islands import Archipelago
-from splitjax.lower.microbatch.liveness import PART, WHOLE, Marked
+from splitjax.lower.microbatch.liveness import Marked
 from splitjax.mesh import platform_of
 from splitjax.primitives.example_relation import PARTIAL, Info
 

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.microbatch.accumulate import Evaluator
 from splitjax.lower.microbatch.batch_split import LoopPosition, Split
-from splitjax.lower.microbatch.liveness import WHOLE
+from splitjax.lower.microbatch.classify import WHOLE
 from splitjax.lower.microbatch.loop import PreparedBoundary
 from splitjax.lower.microbatch.places import REPLICATED, RunnableLoops, Runner, Sums, WorkerLoops
 from splitjax.lower.microbatch.worker_loop import Contribution

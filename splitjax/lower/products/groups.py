@@ -1,6 +1,6 @@
 """Group communication: evaluates a product with a split weight as explicit collectives, forward and backward.
 
-A `dot_general` equation, its operands and its planned `Exchange` come in; its results come out, differentiable. It
+The equation of a product, its operands and its planned `Exchange` come in; its results come out, differentiable. It
 exists so that what is sent is what was planned, whatever XLA's partitioner would choose.
 
 A gathered activation is kept as *copies*: one more leading dim, one entry per device of the group. Its values are those
@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec
 from splitjax import _compat
 from splitjax.planning.sites.exchange import COPY, EXAMPLES, FEATURES, SCATTER, STAY, SWAP, Exchange
 from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.primitives.dims import DimMap
+from splitjax.primitives.table import OPERATIONS
 
 CopiesKey = tuple[int, str, tuple[str, ...], int, int]  # as `copies_key` makes it
 Copies = dict[CopiesKey, tuple[jax.Array, jax.Array]]  # gathered activations: (what was gathered, its copies)
@@ -35,7 +37,7 @@ class Product:
     """Joins an exchange with its equation's geometry. All specs are of whole (global) values.
 
     - `exchange`: as planned. `where`: the mesh of the evaluation.
-    - `eqn`: the product's equation, a `dot_general`.
+    - `eqn`: the product's equation: a `dot_general`, or what a user teaches.
     - `data_rank`, `weight_rank`: the number of dims of the two operands.
     """
 
@@ -50,7 +52,8 @@ class Product:
 
         `entries` maps a dim to the axes that split it; `copies` puts a leading dim before, for the devices of a group.
         """
-        axes = {dim: self.where.left(names) for dim, names in entries.items()}
+        manual = self.where.manual
+        axes = {dim: tuple(axis for axis in names if axis not in manual) for dim, names in entries.items()}
         inner = [axes.get(dim) or None for dim in range(rank)]
         return PartitionSpec(*([self.where.left(self.exchange.axes), *inner] if copies else inner))
 
@@ -98,17 +101,10 @@ class Product:
 
     @property
     def out_feature_dim(self) -> int:
-        """The dim of the result that the weight's split dim becomes: a product's dims are its batch dims, then the left
-        operand's free dims, then the right operand's."""
-        (contract, batch), ranks = self.eqn.params["dimension_numbers"], [self.data_rank, self.weight_rank]
-        if self.exchange.weight == 0:
-            ranks.reverse()
-        free = [
-            [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
-            for side, rank in enumerate(ranks)
-        ]
-        before = len(batch[0]) + (len(free[0]) if self.exchange.weight == 1 else 0)
-        return before + free[self.exchange.weight].index(self.exchange.weight_dim)
+        """The dim of the result that the weight's split dim becomes."""
+        dims = _labelled(self.eqn)
+        assert dims is not None, "a product is evaluated that no labels describe"
+        return dims.outputs[0].index(dims.inputs[self.exchange.weight][self.exchange.weight_dim])
 
     def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
         """Returns the product of a device's parts of `data` and `weight`."""
@@ -119,20 +115,25 @@ class Product:
 def fits(exchange: Exchange, eqn: Any) -> bool:
     """Returns whether the equation `eqn` is the product that `exchange` was planned for: the split weight dim is where
     its columns or rows are."""
-    if eqn.primitive.name != "dot_general":
+    dims = _labelled(eqn)
+    if dims is None:
         return False
-    contract, batch = eqn.params["dimension_numbers"]
-    weight_contract, data_contract = contract[exchange.weight], contract[1 - exchange.weight]
-    if exchange.weight_dim in batch[exchange.weight] or exchange.example_dim in (*batch[exchange.data], *data_contract):
+    weight, data, out = dims.inputs[exchange.weight], dims.inputs[exchange.data], dims.outputs[0]
+    split, examples, features = weight[exchange.weight_dim], data[exchange.example_dim], data[exchange.feature_dim]
+    if (split in data and split in out) or examples in weight or examples not in out:
         return False
     if exchange.leave == STAY:
-        return exchange.weight_dim not in weight_contract and (
-            exchange.enter != FEATURES or exchange.feature_dim in data_contract
-        )
-    return (
-        exchange.weight_dim in weight_contract
-        and data_contract[weight_contract.index(exchange.weight_dim)] == exchange.feature_dim
-    )
+        return split in out and (exchange.enter != FEATURES or features not in out)
+    return split not in out and features == split
+
+
+def _labelled(eqn: Any) -> DimMap | None:
+    """Returns the labels of the dims of `eqn`, a product that they say how to split; None for any other equation."""
+    facts = OPERATIONS.of(eqn.primitive.name, eqn.params)
+    if facts.weights is None or not facts.weights.by_labels or facts.dims is None:
+        return None
+    inputs, outputs = ([v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars))
+    return facts.dims(inputs, outputs, eqn.params)
 
 
 def evaluate_product(

@@ -35,7 +35,7 @@ from splitjax.primitives import interpreter
 from splitjax.primitives.calls import BOUNDARY, CallKind, call_body, kind_of, names
 from splitjax.primitives.foreign.grids import PALLAS
 from splitjax.primitives.foreign.wrapped import KERNEL
-from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Wanted
+from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Selective
 from splitjax.primitives.walk import Site, holds_boundary
 from splitjax.step.boundary import expand
 
@@ -121,8 +121,8 @@ def _run(
             return _hooked(layout, eqn, values, site, hooks, copies)
 
     looks_at_all = copies is None and hooks is not None and hooks.equation is not None
-    wanted = None if looks_at_all else Wanted(_LOOKED_AT, layout.sites.decided)
-    return interpreter.evaluate(jaxpr, operands, handle, prefix, sites, wanted=wanted)
+    handler = handle if looks_at_all else Selective(handle, _LOOKED_AT, layout.sites.decided)
+    return interpreter.evaluate(jaxpr, operands, handler, prefix, sites)
 
 
 def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[object]:

@@ -13,6 +13,7 @@ pieces) keeps its constraints (`constraints.py`), and so does every step without
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from splitjax.cost.flow import WeightFlow, linked
@@ -62,7 +63,7 @@ class Exchange:
     leave: str
     scatter: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
-    @property
+    @functools.cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which replicated layers split the examples, major first."""
         return (*self.rest, *self.axes)
@@ -124,9 +125,9 @@ def _exchange(
     use, leaf = flow.use, planned[flow.use.param]
     axes = tuple(axis for axis in leaf.axes if axis in mesh.wide)
     rest = tuple(axis for axis in batch_axes if axis not in axes)
-    if use.primitive != "dot_general" or not use.in_boundary or not use.editable or mesh.roles.store(axes) or not axes:
+    if not use.by_labels or not use.in_boundary or not use.editable or mesh.roles.store(axes) or not axes:
         return None
-    if use.data is None:
+    if use.data is None or (flow.contracted and not use.adds_up):
         return None
     if not flow.crossing or (*rest, *axes) != batch_axes or flow.stacked or bool(flow.contracted) == bool(flow.free):
         return None
