@@ -30,26 +30,21 @@ HERE = pathlib.Path(__file__).resolve().parents[1]
 
 # What was done about the switches, for the page; the figures are of this command's table at the commits in between.
 ATTEMPTS = """
-The aim is half of the earlier switches. Planning again after observed steps, and lowering with exchanges in turns or
-with partial backpropagation, are below it; planning, plain lowering and lowering with rows are not. What was tried:
+The aim is half of the earlier switches. Before the work on it they had grown to 3,541, 3,460, 3,532 and 3,774 when
+planning (plain, modulo, `sync="auto"`, partial) and to 662, 1,760, 1,147 and 2,757 when lowering. What was done:
 
 1. *Decide once, then look nothing up.* Planning asked the table of operations, the layout of a parameter and the mesh
    again in every analysis. An operation has its facts from the table since it is flattened (`Op.facts`), a `LeafPlan`
-   has its axes, a walk over boundaries stays in `primitives/walk.py`, and dims of examples are marked where the atoms
-   are. Planning went from 3,509, 3,427, 3,464 and 3,735 switches (plain, modulo, `sync="auto"`, partial) to 1,919,
-   2,191, 1,787 and 2,234.
+   has its axes, a `MeshShape` the axes that split anything, and dims of examples are marked where the atoms are.
+   Planning went to about 1,960, 2,150, 1,860 and 2,180.
 2. *Ask handlers only about what is decided.* Lowering looked at every equation in four files. An evaluation is told
-   which primitives and sites its handler is for (`interpreter.Selective`), and binds all other equations in one call.
-   Lowering went from 662, 1,760, 1,136 and 2,756 switches to 323, 1,032, 863 and 1,428.
+   which primitives, sites and types of operands its handler is for (`interpreter.Selective`), and binds all other
+   equations in one call. With what follows lowering went to 226, 650, 534 and 941.
 3. *Prepare the operations of a loop.* The evaluator of microbatches asked for the relation and the form of every
-   operand each time; both stand in the analysis of the operation now. Lowering went on to 274 (plain), 704 (modulo) and
-   1,015 (partial).
-
-What is left when planning is spread: the largest pair of files has 135 of 1,925 switches (the loop over jaxprs, and
-what each equation is flattened to), followed by a scope's name, the table and the dim rule, each once an equation.
-Dim rules stand in one table, loops over jaxprs in one interpreter, and predictions are put together a term at a time,
-so that a change of one layer predicts again what it touches alone: to halve the number further would put these
-together again. Lowering with rows asks about every equation outside of a boundary, as any of them may read rows.
+   operand each time; both stand in the analysis of the operation.
+4. *Ask once for all of them.* Name stacks of a jaxpr, shardings of all arguments and terms of the memory are made in
+   one call each, facts of an operation are looked up once a step, labels of elementwise operations once for the same
+   shapes, and only calls are asked what they call. Planning went to 1,219, 1,393, 1,223 and 1,409.
 """
 
 
@@ -148,6 +143,18 @@ def walks() -> dict[str, dict[str, int]]:
     return counts
 
 
+# In the process of its own: splitjax comes from the checkout, and the steps and the counting from here.
+_FOLLOW = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import splitjax
+sys.path[0] = sys.argv[2]
+from benchmarks import walk
+walk.virtual_devices()
+print(json.dumps(walk.walks()))
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Follows the steps as the arguments `argv` say (None: those of the process), writes the page, returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks walk", description=(__doc__ or "").split("\n\n")[0])
@@ -196,19 +203,12 @@ def _command(options: argparse.Namespace) -> str:
 
 def _followed(checkout: pathlib.Path) -> dict[str, dict[str, int]]:
     """The counts for the splitjax of a `checkout`, from a process of its own."""
-    path = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-P", __file__],
+        [sys.executable, "-P", "-c", _FOLLOW, str(checkout.resolve()), str(HERE)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        cwd=checkout,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     if done.returncode:
         raise SystemExit(f"the steps could not be followed in {checkout}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-if __name__ == "__main__":  # in the process of its own: `-P` keeps this folder from hiding modules of Python
-    virtual_devices()
-    print(json.dumps(walks()))

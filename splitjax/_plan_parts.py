@@ -77,6 +77,11 @@ class LeafPlan:
         return tuple(spec_axes((entry,)) for entry in self.spec)
 
     @functools.cached_property
+    def gradient_axes_by_dim(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each dim of its gradient where it has a layout of its own."""
+        return tuple(spec_axes((entry,)) for entry in self.gradient or ())
+
+    @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that split it, in dim order."""
         return spec_axes(self.spec)

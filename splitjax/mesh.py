@@ -90,6 +90,16 @@ class MeshShape:
         """The axes with a size above 1: all others split nothing."""
         return frozenset(axis for axis, size in self.axes if size > 1)
 
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of every axis."""
+        return dict(self.axes)
+
+    @functools.cached_property
+    def storing(self) -> frozenset[str]:
+        """The axes such that what is split over them is stored in parts (`MeshRoles.store`)."""
+        return frozenset(axis for axis, _ in self.axes if self.roles.store((axis,)))
+
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of the axes, in the mesh's order."""

@@ -50,9 +50,10 @@ from splitjax._compat.jaxprs import variable_of as variable_of
 from splitjax._compat.meshes import as_weakly_typed as as_weakly_typed
 from splitjax._compat.meshes import axes_of_size_one_are_no_types as axes_of_size_one_are_no_types
 from splitjax._compat.meshes import forget_mesh as forget_mesh
+from splitjax._compat.meshes import forget_meshes as forget_meshes
 from splitjax._compat.meshes import outside_mesh as outside_mesh
 from splitjax._compat.meshes import result_type as result_type
-from splitjax._compat.meshes import vary as vary
+from splitjax._compat.meshes import vary_all as vary_all
 from splitjax._compat.meshes import varying_axes as varying_axes
 from splitjax._compat.pallas import PallasBlock as PallasBlock
 from splitjax._compat.pallas import pallas_grid as pallas_grid
@@ -64,5 +65,6 @@ from splitjax._compat.runs import detected_cluster as detected_cluster
 from splitjax._compat.runs import place_in_run as place_in_run
 from splitjax._compat.sources import is_machinery as is_machinery
 from splitjax._compat.sources import name_stack as name_stack
+from splitjax._compat.sources import name_stacks as name_stacks
 from splitjax._compat.sources import source_line as source_line
 from splitjax._compat.sources import user_frame as user_frame

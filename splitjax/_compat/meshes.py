@@ -40,6 +40,11 @@ def forget_mesh(value: Any, explicit_only: bool = False) -> Any:
     return _forget_mesh.bind(value)[0] if wanted else value
 
 
+def forget_meshes(values: Any, explicit_only: bool = False) -> Any:
+    """Returns the pytree `values` with `forget_mesh` applied to each of its leaves."""
+    return jax.tree.map(lambda value: forget_mesh(value, explicit_only), values)
+
+
 def outside_mesh(fn: Callable[P, R]) -> Callable[P, R]:
     """Returns `fn`, run as if no `jax.set_mesh` were around its calls: what it traces then does not depend on it."""
 
@@ -65,6 +70,11 @@ def vary(operand: Any, axes: frozenset[str]) -> Any:
     """Returns `operand` as a value that counts as varying over the manual mesh `axes` at least."""
     missing = tuple(sorted(axes - varying_axes(operand)))
     return jax.lax.pcast(operand, missing, to="varying") if missing else operand
+
+
+def vary_all(operands: Any, axes: frozenset[str]) -> Any:
+    """Returns the pytree `operands` with `vary` applied to each of its leaves."""
+    return jax.tree.map(lambda operand: vary(operand, axes), operands)
 
 
 def result_type(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:

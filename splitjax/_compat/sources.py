@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 # Frames of these packages are machinery between a user's line and the operation it caused.
@@ -36,6 +37,11 @@ def source_line(eqn: Any) -> str:
 def name_stack(eqn: Any) -> str:
     """Returns the `jax.named_scope` path of `eqn`, such as `VGG/Conv_0`; empty where there is none (Flax NNX)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
+
+
+def name_stacks(eqns: Sequence[Any]) -> list[str]:
+    """Returns what `name_stack` says of each of `eqns`."""
+    return [name_stack(eqn) for eqn in eqns]
 
 
 def user_frame() -> str:

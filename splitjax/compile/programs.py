@@ -19,7 +19,7 @@ from splitjax import _compat
 from splitjax.compile.kept import kept
 from splitjax.mesh import inside_mesh, platform_of, with_devices
 from splitjax.plan import Plan
-from splitjax.planning.sites.layout import named_sharding
+from splitjax.planning.sites.layout import named_sharding, shardings_of
 from splitjax.planning.sites.scatter import updated_in_parts
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.positions import ArgumentRoles
@@ -133,7 +133,7 @@ class Programs:
             whole = jax.tree.unflatten(tree, results)
             return (whole, observed, residuals) if self.residuals else (whole, observed) if self.observes else whole
 
-        shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
+        shardings = shardings_of(self.mesh, self.plan.leaves)
         out: list[Any] = [None] * tree.num_leaves
         for source, target in self.matched.items():
             out[target] = shardings[source]
@@ -165,7 +165,7 @@ class Programs:
         operands that a call consumes."""
         recipe, bound, count = self.recipe, self.bound, len(extra)
         extra, out_shardings = self._given(extra), self._given(out_shardings)
-        shardings = [named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves]
+        shardings = shardings_of(self.mesh, self.plan.leaves)
         given = (*extra, dict(self.residuals)) if self.residuals else extra
         is_auto = inside_mesh(self.mesh) is self.mesh
 
@@ -177,10 +177,10 @@ class Programs:
                 raise SignatureChanged
             leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
             # Types that split dims over Explicit axes stay outside: here XLA places what the plan leaves open.
-            untyped = functools.partial(jax.tree.map, functools.partial(_compat.forget_mesh, explicit_only=True))
+            untyped = functools.partial(_compat.forget_meshes, explicit_only=True)
             results = evaluate_leaves(untyped(leaves), untyped(residuals), *untyped(further))
             # What names no mesh comes back on that of the operands.
-            return results if is_auto else jax.tree.map(_compat.forget_mesh, results)
+            return results if is_auto else _compat.forget_meshes(results)
 
         run.__name__ = run.__qualname__ = recipe.name
         in_shardings = [

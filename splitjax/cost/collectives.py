@@ -26,6 +26,7 @@ write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, used_axes
@@ -64,7 +65,8 @@ def sent_by(layer: str, events: Iterable[Event], mesh: MeshShape, backward: bool
     return tuple(
         Collective(op, "+".join(axes), sent, layer, purpose)
         for op, axes, num_bytes, purpose in events
-        if (backward or purpose.phase == Phase.FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
+        if (backward or purpose.phase == Phase.FORWARD)
+        and (sent := _BYTES[op](math.prod(mesh.sizes[axis] for axis in axes), num_bytes)) > 0
     )
 
 
@@ -123,7 +125,7 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     axes = flow.free
     if not axes or flow.at_hand:
         return
-    whole = flow.data_group_bytes // mesh.size(flow.contracted)
+    whole = flow.data_group_bytes // mesh.size(flow.contracted) if flow.contracted else flow.data_group_bytes
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
         name = source.use.layer
@@ -157,7 +159,7 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     axes = flow.contracted
     if not axes:
         return
-    whole = flow.out_group_bytes // mesh.size(flow.free)
+    whole = flow.out_group_bytes // mesh.size(flow.free) if flow.free else flow.out_group_bytes
     if stays_in_group(flow, chain):
         yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
     else:
@@ -182,8 +184,10 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     """Yields what enters experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al.,
     "GShard", arXiv 2006.16668)."""
     axes = flow.stacked
+    if not axes:
+        return
     source = linked(flow.producer, axes, chain)
-    if not axes or (source and source.stacked == axes):
+    if source and source.stacked == axes:
         return
     if flow.crossing:
         yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.TO_EXPERTS)
@@ -195,8 +199,10 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
 def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves experts: results return to the devices of their tokens."""
     axes = flow.stacked
+    if not axes:
+        return
     target = linked(flow.consumer, axes, chain)
-    if not axes or (target and target.stacked == axes):
+    if target and target.stacked == axes:
         return
     if flow.crossing:
         yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.FROM_EXPERTS)
@@ -244,7 +250,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     """
     leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
     split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
-    used = used_axes(leaf, mesh, batch_axes, setting.replicated_batch)
+    used = used_axes(leaf, mesh, batch_axes, setting.replicated_batch) if split else ()
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
     shard = leaf.bytes_per_device
     if stored:
@@ -262,6 +268,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         yield "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
         yield "all_gather", zero, shard, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:
-        yield "all_reduce", rest, shard // mesh.size((*zero, *parts)), _backward(Kind.GRADIENT, leaf.path)
+        own = shard // mesh.size((*zero, *parts)) if zero or parts else shard
+        yield "all_reduce", rest, own, _backward(Kind.GRADIENT, leaf.path)
     if parts:
         yield "all_gather", parts, shard, _backward(Kind.GRADIENT_GROUPS, leaf.path)

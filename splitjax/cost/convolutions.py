@@ -71,7 +71,7 @@ def derive_convolutions(
     # XLA is right about ordinary convolutions where every device has examples of its own and whole weights.
     are_whole = not any(axis in mesh.wide for leaf in planned if leaf.path in weights for axis in leaf.axes)
     trusted = are_whole and set(batch_axes) == mesh.wide
-    axes_of = {leaf.path: used_axes(leaf, mesh, batch_axes, replicated_batch) for leaf in planned}
+    axes_of = {leaf.path: used_axes(leaf, mesh, batch_axes, replicated_batch) if leaf.axes else () for leaf in planned}
     dims_of = {leaf.path: leaf.dims for leaf in graph.leaves}
     split = [  # (parameter, the dim that leads a class, the axes that split it)
         (leaf.path, dim, axes)

@@ -86,7 +86,7 @@ def used_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str], replic
     or storage, between groups, as well: the examples of its layer then stay where they are, and the whole weight comes
     to them."""
     axes = tuple(axis for axis in leaf.axes if axis in mesh.wide)
-    if not axes or (replicated_batch == "all" and not mesh.roles.store(axes)):
+    if not axes or (replicated_batch == "all" and mesh.storing.isdisjoint(axes)):
         return axes
     return tuple(axis for axis in axes if axis not in batch_axes)
 
@@ -141,8 +141,8 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 roles[i],
                 data_bytes=_num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0,
                 out_bytes=_num_bytes(use.out_shape, use.out_dtype) * use.trips,
-                data_batched=any(map(graph.is_example, use.data_dims)),
-                out_batched=any(map(graph.is_example, use.out_dims)),
+                data_batched=any(dim and dim[0] in graph.example_atoms for dim in use.data_dims),
+                out_batched=any(dim and dim[0] in graph.example_atoms for dim in use.out_dims),
                 producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
@@ -204,7 +204,7 @@ def flow_of(
     mesh, batch_axes, use = setting.mesh, setting.batch_axes, links.use
     num_workers = setting.num_workers
     apart = tuple(axis for axis in batch_axes if axis not in own)
-    num_shares = num_workers if apart == batch_axes else mesh.size(apart)  # of the batch, in this layer
+    num_shares = math.prod(mesh.sizes[axis] for axis in apart)  # of the batch, in this layer
     same_input = (j for j in links.same_value if split_at(j)[1] == free)
     return WeightFlow(
         use,

@@ -32,7 +32,7 @@ from splitjax.cost.collectives import (
 from splitjax.cost.compute import predict_compute
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all, flow_of, split_of
-from splitjax.cost.memory import LeafBytes, leaf_bytes, total_memory, use_bytes
+from splitjax.cost.memory import LeafBytes, bytes_by_leaf, leaf_bytes, total_memory, use_bytes
 from splitjax.cost.structure import StepStructure
 from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.mesh import MeshShape
@@ -261,7 +261,7 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
         sent_by_use=tuple(_sent_by_use(structure, i, flows, mesh, manner) for i in range(len(flows))),
         sent_by_leaf=tuple(_sent_by_leaf(structure, weight, setting, manner) for weight in weights),
         bytes_by_use=tuple(use_bytes(flow, mesh, manner.group_comm) for flow in flows),
-        bytes_by_leaf=tuple(leaf_bytes(leaf, mesh, manner.group_comm, manner.by_rows) for leaf in leaves),
+        bytes_by_leaf=bytes_by_leaf(leaves, mesh, manner.group_comm, manner.by_rows),
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from splitjax._compat import vary, varying_axes
+from splitjax._compat import vary_all, varying_axes
 from splitjax.errors import KernelError
 
 P = ParamSpec("P")  # what a kernel takes
@@ -86,12 +86,10 @@ def dispatch(
 
     def varying(kernel):
         # All branches have to vary over the same mesh axes, and Mosaic GPU does not say what its results vary over.
-        return lambda *operands: jax.tree.map(lambda result: vary(result, axes), kernel(*operands))
+        return lambda *operands: vary_all(kernel(*operands), axes)
 
     branches = {name: varying(kernel) for name, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None}
-    return lax.platform_dependent(
-        *(vary(operand, axes) for operand in operands), default=varying(reference), **branches
-    )
+    return lax.platform_dependent(*vary_all(operands, axes), default=varying(reference), **branches)
 
 
 def partitions_nothing() -> bool:

@@ -165,8 +165,9 @@ def find_depths(stages: BackpropStages, request: PartialBackprop, num_workers: i
         ends = [next(j for j, count in enumerate(counts) if count >= num_workers - slot) for slot in range(num_workers)]
     else:
         # All of it is all of it, also where the first stages were measured to take no time.
+        shares = [stages.share(j) for j in range(len(stages.stages))]
         reach = lambda fraction: (
-            [0] if fraction >= 1 else [j for j in range(len(stages.stages)) if stages.share(j) >= fraction - _ENOUGH]
+            [0] if fraction >= 1 else [j for j, share in enumerate(shares) if share >= fraction - _ENOUGH]
         )
         fractions = _fractions(request, num_workers, place)
         if isinstance(fractions, Refusal):

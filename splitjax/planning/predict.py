@@ -79,7 +79,7 @@ class StepPrediction:
         exchanges = tuple(_exchange(costs, dense, i) for i in range(len(dense.leaves)))
         in_part = tuple(_in_part(costs, dense, i, exchanges[i]) for i in range(len(dense.leaves)))
         by_rows = {} if draft.tables is None else {table.param for table in draft.tables.tables}
-        by_leaf = tuple(beside_rows(sent, by_rows) for sent in in_part)
+        by_leaf = tuple(beside_rows(sent, by_rows) for sent in in_part) if by_rows else in_part
         return cls(draft, costs, dense, found, draft.tables, exchanges, in_part, by_leaf)
 
     @property

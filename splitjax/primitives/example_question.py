@@ -142,9 +142,10 @@ def differing_params(node: PairedEquation, allowed: frozenset[str]) -> list[str]
     keys = []
     for key, whole in node.whole.params.items():
         part = node.part.params.get(key)
-        if key in allowed or whole is part or _compat.is_jaxpr(whole) or callable(whole):
+        if key in allowed or whole is part or isinstance(whole, _compat.JAXPR_TYPES) or callable(whole):
             continue
-        if isinstance(whole, tuple) and any(_compat.is_jaxpr(entry) or callable(entry) for entry in whole):
+        parts = whole if isinstance(whole, tuple) else ()
+        if any(isinstance(entry, _compat.JAXPR_TYPES) or callable(entry) for entry in parts):
             continue
         try:
             same = bool(whole == part)

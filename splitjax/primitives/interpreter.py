@@ -30,11 +30,19 @@ class Selective:
     - `handle`: the handler.
     - `primitives`: the names of the primitives that it is asked about.
     - `sites`: the sites that it is asked about, whatever the primitive.
+    - `operands`: it is asked about equations with an operand of this type, too; None: of no type.
     """
 
     handle: Handler
     primitives: Container[str]
     sites: Container[Site] = frozenset()
+    operands: type | None = None
+
+    def is_asked(self, name: str, site: Site, values: Sequence[Any]) -> bool:
+        """Tells whether the handler is asked about an equation of the primitive `name` on `values` at `site`."""
+        if name in self.primitives or site in self.sites:
+            return True
+        return self.operands is not None and any(isinstance(value, self.operands) for value in values)
 
 
 def fold(
@@ -90,7 +98,7 @@ def evaluate(
 
     def equation(index: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
         here = (*site, index) if sites is None else (*site, *sites[index])
-        if selective and eqn.primitive.name not in selective.primitives and here not in selective.sites:
+        if selective is not None and not selective.is_asked(eqn.primitive.name, here, values):
             return _compat.rebind(eqn, values)
 
         def run(body: AnyJaxpr, number: int, inner: Sequence[Any]) -> list[Any]:

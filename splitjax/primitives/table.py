@@ -22,6 +22,7 @@ _NAME_PARAMS: Mapping[str, str] = {
     "composite": "name",
     "splitjax_kernel": "name",
 }
+STAND_FOR_MANY: frozenset[str] = frozenset(_NAME_PARAMS)
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(OperationFacts)}
 
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.primitives.calls import BOUNDARY, CallKind, kind_of, num_trips
+from splitjax.primitives.calls import BOUNDARY, CallKind, kind_of, names, num_trips
 
 Site = tuple[int, ...]
+_WHILES, _CONDS = names(CallKind.WHILE), names(CallKind.COND)
+_LOOPS = _WHILES | names(CallKind.SCAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def bodies(eqn: Any) -> list[Any]:
         for body in (value if isinstance(value, (tuple, list)) else (value,))
         if isinstance(body, _compat.JAXPR_TYPES)
     ]
-    if held and kind_of(eqn) is CallKind.WHILE:
+    if held and eqn.primitive.name in _WHILES:
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     return held
 
@@ -84,15 +86,16 @@ def _walk(jaxpr: Any, outer: Visit, enter: Callable[[Visit], bool]) -> Iterator[
 
 
 def _inside(visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool]) -> Iterator[Visit]:
-    kind, trips = kind_of(visit.eqn), num_trips(visit.eqn)
+    name = visit.eqn.primitive.name
+    trips = num_trips(visit.eqn) if name in _LOOPS else 1
     for number, body in enumerate(inner):
         around = Visit(
             (*visit.site, number),
             None,
             (*visit.around, visit.eqn),
             visit.trips * (1 if trips is None else trips),
-            visit.is_conditional or kind is CallKind.COND or trips is None,
-            visit.in_boundary or kind is CallKind.BOUNDARY,
+            visit.is_conditional or name in _CONDS or trips is None,
+            visit.in_boundary or name == BOUNDARY,
         )
         yield from _walk(body, around, enter)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from splitjax.errors import MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
-from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_axes, spec_text
+from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_text
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
 from splitjax.rules.decide import decide
 from splitjax.rules.decisions import Axes, Decisions
@@ -323,7 +323,7 @@ def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, wanted: tuple[str
         spec, rule = (None,) * len(leaf.shape), "input"
     else:
         spec, rule, note = _follow(graph, mesh, decisions, leaf)
-    ordered = tuple(spec_entry(mesh.in_order(spec_axes((entry,)))) for entry in spec)
+    ordered = tuple(spec_entry(mesh.in_order(entry)) if isinstance(entry, tuple) else entry for entry in spec)
     if ordered != spec:
         note = "; ".join(
             filter(None, (note, "several axes along one dim are in the mesh's order (axes-out-of-mesh-order)"))
@@ -368,4 +368,7 @@ def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> 
 def bytes_per_device(leaf: Leaf, spec: Spec, mesh: MeshShape) -> int:
     """Returns the bytes of one device's part of an array on `mesh` (parts rounded up); `leaf` is split as `spec`
     says."""
-    return leaf.itemsize * math.prod(-(-size // mesh.size(entry)) for size, entry in zip(leaf.shape, spec, strict=True))
+    parts = (
+        size if entry is None else -(-size // mesh.size(entry)) for size, entry in zip(leaf.shape, spec, strict=True)
+    )
+    return leaf.itemsize * math.prod(parts)

@@ -35,7 +35,7 @@ from splitjax.primitives.calls import (
 )
 from splitjax.primitives.interpreter import fold
 from splitjax.primitives.operation import OperationFacts
-from splitjax.primitives.table import OPERATIONS
+from splitjax.primitives.table import OPERATIONS, STAND_FOR_MANY
 from splitjax.primitives.walk import Site
 
 
@@ -139,6 +139,7 @@ class _Flattener:
         self.num_boundaries = 0
         self.num_loops = 0
         self.dtype_names: dict[Hashable, str] = {}
+        self.facts: dict[str, OperationFacts] = {}
 
     def value(self, aval: Any) -> int:
         self.shapes.append(tuple(getattr(aval, "shape", ())))
@@ -155,7 +156,9 @@ class _Flattener:
         # Values that a body closes over are constants of the trace: no leaf reaches them.
         constants = [self.value(var.aval) for var in inner.constvars]
         self.constants.extend(constants)
-        step = lambda index, eqn, values: self.equation(eqn, values, where.at(index, eqn))
+        # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
+        phases = [] if where.phase else [derivative_phase(stack) for stack in _compat.name_stacks(inner.eqns)]
+        step = lambda index, eqn, values: self.equation(eqn, values, where.at(index, where.phase or phases[index]))
         return fold(jaxpr, operands, step, self.literal, constants)
 
     def literal(self, atom: Any) -> int:
@@ -202,10 +205,17 @@ class _Flattener:
                 where.conditional,
                 where.calls,
                 where.rule_at,
-                OPERATIONS.of(name, params),
+                self.facts.get(name) or self.looked_up(name, params),
             )
         )
         return results
+
+    def looked_up(self, name: str, params: Mapping[str, Any]) -> OperationFacts:
+        """Returns what the table says of an operation, and keeps it for others of the name where that tells all."""
+        facts = OPERATIONS.of(name, params)
+        if name not in STAND_FOR_MANY:
+            self.facts[name] = facts
+        return facts
 
     def loop(self) -> int:
         self.num_loops += 1
@@ -226,9 +236,7 @@ class _Where:
     calls: tuple[Any, ...] = ()
     rule_at: Site | None = None
 
-    def at(self, index: int, eqn: Any) -> _Where:
-        # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
-        phase = self.phase or derivative_phase(_compat.name_stack(eqn))
+    def at(self, index: int, phase: str) -> _Where:
         return _Where(
             (*self.site, index),
             self.trips,

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from splitjax.errors import SplitjaxError, TraceError
-from splitjax.primitives.dims import DimMap, DimRule, Label
+from splitjax.primitives.dims import DimMap, DimRule, Label, Shapes
+from splitjax.primitives.dims_elementwise import elementwise
 from splitjax.trace.classes import DimRef
 from splitjax.trace.flatten import FlatStep, Op
 
@@ -59,19 +60,29 @@ def link(flat: FlatStep) -> Linked:
     shapes = list(flat.shapes)
     maps: list[DimMap | None] = []
     unknown = []
+    by_shapes: dict[tuple[Shapes, Shapes], DimMap] = {}  # of elementwise operations
     for index, op in enumerate(flat.ops):
         rule = op.facts.dims
         if rule is None:
             unknown.append(index)
             maps.append(None)
             continue
-        dim_map = _apply(rule, op, flat)
+        dim_map = _alike(op, flat, by_shapes) if rule is elementwise else _apply(rule, op, flat)
         maps.append(dim_map)
         links.extend(_links_of(index, op, dim_map, shapes))
     # What an unknown operation does is not known, so its result counts as a new representation.
     mixing = tuple(dim_map is None or dim_map.mixing for dim_map in maps)
     joins = tuple(dim_map is not None and dim_map.joins for dim_map in maps)
     return Linked(tuple(links), tuple(shapes), tuple(maps), mixing, joins, tuple(unknown))
+
+
+def _alike(op: Op, flat: FlatStep, known: dict[tuple[Shapes, Shapes], DimMap]) -> DimMap:
+    """Returns the labels of an elementwise operation, which follow from its shapes: those `known`, or new ones."""
+    shapes = tuple(flat.shapes[v] for v in op.inputs), tuple(flat.shapes[v] for v in op.outputs)
+    dim_map = known.get(shapes)
+    if dim_map is None:
+        dim_map = known[shapes] = _apply(elementwise, op, flat)
+    return dim_map
 
 
 def _apply(rule: DimRule, op: Op, flat: FlatStep) -> DimMap:

@@ -35,9 +35,10 @@ def fallback_ties(
     tied = {hard[a] for i in params for a in _atoms(flat, classes, i)}
     pairs = []
     for index, argument in enumerate(arguments):
-        value = flat.inputs[index]
-        own = _atoms(flat, classes, index)
-        if flow.is_param[index] or not argument.is_state or not own or any(hard[a] in tied for a in own):
+        if flow.is_param[index] or not argument.is_state:
+            continue
+        value, own = flat.inputs[index], _atoms(flat, classes, index)
+        if not own or any(hard[a] in tied for a in own):
             continue
         if not flat.dtypes[value].startswith(("float", "bfloat", "complex")) or flow.carrying[value]:
             continue

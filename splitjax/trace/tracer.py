@@ -214,7 +214,7 @@ def _products(flat: FlatStep, uses: set[int]) -> Twins:
     already traced, the gradients of the weights that it met."""
     products: Twins = {}
     for index, op in enumerate(flat.ops):
-        if is_bilinear(op) and index not in uses and op.editable:
+        if op.facts.weights is not None and is_bilinear(op) and index not in uses and op.editable:
             for operand, value in enumerate(op.inputs[:2]):
                 products.setdefault(value, []).append((op.site, operand))
     return products

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from splitjax.cost.flow import WeightFlow, flows
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, Memory, spec_axes
+from splitjax.plan import LeafPlan, Memory
 from splitjax.trace.graph import Graph
 
 
@@ -55,7 +55,7 @@ def predict_memory(
     """
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
     return total_memory(
-        [leaf_bytes(leaf, mesh, group_comm, by_rows) for leaf in leaves],
+        bytes_by_leaf(leaves, mesh, group_comm, by_rows),
         [use_bytes(flow, mesh, group_comm) for flow in chain],
         base_bytes=graph.activation_bytes // mesh.size(tuple(batch_axes)),
         least_bytes=graph.activation_bytes // mesh.num_devices,
@@ -87,11 +87,18 @@ def leaf_bytes(leaf: LeafPlan, mesh: MeshShape, group_comm: str, by_rows: Mappin
         return LeafBytes(state, by_rows[leaf.path], 0, 0)
     if leaf.role != "param":
         return LeafBytes(state, 0, 0, 0)
-    of_turn = held if group_comm != "gather" and spec_axes(leaf.spec) else 0
+    of_turn = held if group_comm != "gather" and leaf.axes else 0
     if leaf.gradient is None:
         return LeafBytes(state, held, 0, of_turn)
-    part = leaf.whole_bytes(mesh) // mesh.size(spec_axes(leaf.gradient))
+    part = leaf.whole_bytes(mesh) // mesh.size(leaf.gradient_axes)
     return LeafBytes(state, part, unsummed=held, of_turn=of_turn)
+
+
+def bytes_by_leaf(
+    leaves: Iterable[LeafPlan], mesh: MeshShape, group_comm: str, by_rows: Mapping[str, int]
+) -> tuple[LeafBytes, ...]:
+    """Returns what `leaf_bytes` says of each of `leaves`."""
+    return tuple(leaf_bytes(leaf, mesh, group_comm, by_rows) for leaf in leaves)
 
 
 def use_bytes(flow: WeightFlow, mesh: MeshShape, group_comm: str) -> int:

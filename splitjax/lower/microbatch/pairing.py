@@ -17,7 +17,7 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.errors import Refusal
-from splitjax.primitives.calls import AS_IT_IS, CallKind, call_body, inline_body, kind_of
+from splitjax.primitives.calls import AS_IT_IS, CALLS, CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.example_question import differing_params, is_same_constant
 from splitjax.primitives.walk import Site
 
@@ -221,11 +221,12 @@ class _Pairer:
         """Adds the equation `a` of the whole trace, paired with `b`, to `nodes`, or what it calls; returns its results.
 
         `operands` are what it reads, `site` is where it stands, and `source` the user's line."""
-        whole, part = inline_body(a), inline_body(b)
+        is_call = a.primitive.name in CALLS
+        whole, part = (inline_body(a), inline_body(b)) if is_call else (None, None)
         if whole is not None and part is not None:
             return self.walk(whole, part, operands, (*site, 0), nodes, source)
         results = tuple(self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True))
-        bodies = self.bodies(a, b, site, source)
+        bodies = self.bodies(a, b, site, source) if is_call else ()
         if bodies is None:
             return None
         nodes.append(Node(a, b, site, tuple(operands), results, bodies, source, a.primitive.name))

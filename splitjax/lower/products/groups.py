@@ -99,7 +99,7 @@ class Product:
             rank, {exchange.out_example_dim: exchange.batch_axes if exchange.leave == SCATTER else exchange.rest}
         )
 
-    @property
+    @functools.cached_property
     def out_feature_dim(self) -> int:
         """The dim of the result that the weight's split dim becomes."""
         dims = _labelled(self.eqn)

@@ -32,7 +32,7 @@ from splitjax.planning.sites.remedies import whole_inside
 from splitjax.planning.sites.scatter import Summed
 from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
-from splitjax.primitives.calls import BOUNDARY, CallKind, call_body, kind_of, names
+from splitjax.primitives.calls import BOUNDARY, CALLS, CallKind, call_body, names
 from splitjax.primitives.foreign.grids import PALLAS
 from splitjax.primitives.foreign.wrapped import KERNEL
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Selective
@@ -40,7 +40,10 @@ from splitjax.primitives.walk import Site, holds_boundary
 from splitjax.step.boundary import expand
 
 # What is looked at wherever it stands: calls that are rebuilt where something lies inside of them, and boundaries.
-_LOOKED_AT = names(*(kind for kind in REBUILD if kind is not None), CallKind.BOUNDARY)
+_REBUILT = {name: kind for kind in REBUILD for name in names(kind)}
+_LOOKED_AT = frozenset({*_REBUILT, BOUNDARY})
+# Where there are rows of tables, these besides: what has such an operand, and what makes rows of something else.
+_AMONG_ROWS = CALLS | {"broadcast_in_dim"}
 # Evaluates a gradient boundary, in microbatches or turns if need be: (equation, operands, site, evaluator of its
 # forward) -> results.
 BoundaryHook = Callable[[Any, Sequence[Any], Site, EvalForward], list[Any]]
@@ -120,9 +123,11 @@ def _run(
         with _named(layout, site):
             return _hooked(layout, eqn, values, site, hooks, copies)
 
-    looks_at_all = copies is None and hooks is not None and hooks.equation is not None
-    handler = handle if looks_at_all else Selective(handle, _LOOKED_AT, layout.sites.decided)
-    return interpreter.evaluate(jaxpr, operands, handler, prefix, sites)
+    if copies is None and hooks is not None and hooks.equation is not None:
+        selective = Selective(handle, _AMONG_ROWS, layout.sites.decided, Rows)
+    else:
+        selective = Selective(handle, _LOOKED_AT, layout.sites.decided)
+    return interpreter.evaluate(jaxpr, operands, selective, prefix, sites)
 
 
 def _named(layout: StepLayout, site: Site) -> contextlib.AbstractContextManager[object]:
@@ -225,11 +230,10 @@ def _equation(
         if hooks is not None and hooks.boundary is not None:
             return hooks.boundary(eqn, values, site, forward)
         return expand(eqn.params, values, forward)
-    kind = kind_of(eqn) if eqn.primitive.name in _LOOKED_AT else None
-    rebuild = REBUILD.get(kind)
-    if rebuild is not None and (site in layout.sites.inside or holds_boundary(eqn)):
+    kind = _REBUILT.get(eqn.primitive.name)
+    if kind is not None and (site in layout.sites.inside or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout
-        return rebuild(
+        return REBUILD[kind](
             lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values
         )
     return _compat.bind_equation(eqn, values)

@@ -78,7 +78,7 @@ def _cond(run: RunBody, eqn: Any, values: list[Any]) -> list[Any]:
     return list(jax.lax.switch(values[0], [branch(k) for k in range(len(eqn.params["branches"]))], *values[1:]))
 
 
-REBUILD: Mapping[CallKind | None, Rebuild] = {
+REBUILD: Mapping[CallKind, Rebuild] = {
     CallKind.INLINE: _inline,
     CallKind.REMAT: remat,
     CallKind.SCAN: _scan,

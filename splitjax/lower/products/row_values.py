@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax.primitives.calls import call_body
+from splitjax.primitives.calls import CALLS, call_body
 from splitjax.primitives.operation import RowAction, RowFacts
 from splitjax.primitives.rows import row_facts
 from splitjax.primitives.table import OPERATIONS
@@ -129,9 +129,9 @@ class RowWriter:
         name, rows = eqn.primitive.name, [value for value in values if isinstance(value, Rows)]
         if not rows and not any(v.aval.shape[:1] and v.aval.shape[0] in self.num_rows for v in eqn.outvars):
             return None
-        if self.holds_boundary(eqn):
+        if name in CALLS and self.holds_boundary(eqn):
             return None
-        body = call_body(eqn)
+        body = call_body(eqn) if name in CALLS else None
         if body is not None:
             return walk(body, values)
         if not rows:
@@ -151,7 +151,7 @@ class RowWriter:
             if 0 not in eqn.params["axes"]:
                 return [_of(eqn, values, rows[0].table)]
             return [self.total(eqn, rows[0])]
-        values[:] = [dense(value) for value in values]
+        values[:] = all_dense(values)
         return None
 
 
@@ -178,6 +178,11 @@ def _keeps_rows(eqn: Any, facts: RowFacts, value: Rows) -> bool:
     """Returns whether an operation that changes shapes leaves every row of a value to itself."""
     after = tuple(eqn.outvars[0].aval.shape)
     return facts.keeps is not None and after[:1] == value.shape[:1] and facts.keeps(eqn.params, value.shape, after)
+
+
+def all_dense(values: Sequence[Any]) -> list[Any]:
+    """Returns what `dense` says of each of `values`."""
+    return [dense(value) for value in values]
 
 
 def dense(value: Any) -> Any:

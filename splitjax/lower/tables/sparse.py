@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from splitjax import _compat
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
-from splitjax.lower.products.row_values import Rows, RowWriter, dense
+from splitjax.lower.products.row_values import Rows, RowWriter, all_dense
 from splitjax.lower.tables.around import BeginRows, LookedUp, RowsInStep, SummedRows, Surroundings
 from splitjax.lower.tables.collective_order import CollectiveOrder
 from splitjax.lower.tables.owned_rows import begin_owned
@@ -25,8 +25,8 @@ from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.tables.lookups import ids_of, rows_of
 from splitjax.planning.tables.sparse_step import SparseStep, TableEdit
 from splitjax.planning.ways import Ways
+from splitjax.primitives.calls import BOUNDARY
 from splitjax.primitives.walk import holds_boundary
-from splitjax.step.boundary import is_boundary
 from splitjax.sync.costs.exchange import ByOwners, ByScheme, Exchange
 
 # Who runs an exchange, by what was planned.
@@ -130,7 +130,7 @@ def evaluate_sparse(
     """
     trace = _SparseTrace(step, layout.mesh, arguments, residuals)
     hook = hook_of(ways, layout, trace)
-    on_arrays: BoundaryHook = lambda eqn, values, site, forward: hook(eqn, [dense(v) for v in values], site, forward)
+    on_arrays: BoundaryHook = lambda eqn, values, site, forward: hook(eqn, all_dense(values), site, forward)
     operands = list(arguments)
     for number, table in enumerate(step.tables):
         for leaf in table.leaves:
@@ -140,7 +140,7 @@ def evaluate_sparse(
     writer = RowWriter(
         frozenset(table.num_rows for table in step.tables),
         trace.total,
-        lambda eqn: is_boundary(eqn) or holds_boundary(eqn),
+        lambda eqn: eqn.primitive.name == BOUNDARY or holds_boundary(eqn),
     )
     results = evaluate(layout, step.jaxpr, operands, Hooks(on_arrays, writer.equation))
     observed = {}
@@ -153,4 +153,4 @@ def evaluate_sparse(
             results[results_of[leaf]] = changed[leaf]
         observed[table.param] = summed.observed
     kept = {table.param: trace.summed[number].residual for number, table in enumerate(step.tables) if table.wire_dtype}
-    return [dense(result) for result in results], observed, kept
+    return all_dense(results), observed, kept

@@ -19,7 +19,7 @@ import numpy as np
 
 from splitjax import _compat
 from splitjax.planning.sites.exchange import EXAMPLES, SWAP, Exchange
-from splitjax.primitives.calls import inline_body
+from splitjax.primitives.calls import CALLS, inline_body
 from splitjax.primitives.interpreter import fold
 from splitjax.primitives.walk import Site
 
@@ -133,7 +133,7 @@ def flatten_calls(closed: Any) -> FlatForward:
         """Adds the equations of a jaxpr over the variables `invars`; returns the variables of its results."""
 
         def equation(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-            body = inline_body(eqn)
+            body = inline_body(eqn) if eqn.primitive.name in CALLS else None
             if body is not None:
                 called, held = _compat.open_jaxpr(body)
                 fresh = [_compat.new_variable(v) for v in called.constvars]

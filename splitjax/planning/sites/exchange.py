@@ -88,7 +88,7 @@ def weight_uses(chain: Sequence[WeightFlow], leaves: Sequence[LeafPlan], mesh: M
     **Arguments:** `chain`: how the step's activations flow, as `cost.flow.flows` gives it. `leaves`: of the plan.
     `mesh`: the shape of the mesh.
     """
-    split = {leaf.path: mesh.present(leaf.axes) for leaf in leaves}
+    split = {leaf.path: tuple(axis for axis in leaf.axes if axis in mesh.wide) for leaf in leaves}
     return tuple(
         WeightUse(flow.use.site, flow.use.layer, split[flow.use.param]) for flow in chain if flow.use.in_boundary
     )
@@ -125,7 +125,7 @@ def _exchange(
     use, leaf = flow.use, planned[flow.use.param]
     axes = tuple(axis for axis in leaf.axes if axis in mesh.wide)
     rest = tuple(axis for axis in batch_axes if axis not in axes)
-    if not use.by_labels or not use.in_boundary or not use.editable or mesh.roles.store(axes) or not axes:
+    if not use.by_labels or not use.in_boundary or not use.editable or not axes or not mesh.storing.isdisjoint(axes):
         return None
     if use.data is None or (flow.contracted and not use.adds_up):
         return None

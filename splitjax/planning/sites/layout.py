@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.transforms import LocalTransform
-from splitjax.plan import Constraint, Spec, SpecEntry
+from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
 from splitjax.planning.sites.exchange import Exchange, WeightUse
 from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
@@ -157,6 +157,11 @@ class StepLayout:
         is_everywhere = set(manual) >= set(self.mesh.axis_names)
         sites = dataclasses.replace(self.sites, by_site={}) if is_everywhere else self.sites.without(manual)
         return dataclasses.replace(self, where=MeshContext(self.mesh, tuple(manual)), sites=sites)
+
+
+def shardings_of(mesh: Mesh | AbstractMesh, leaves: Sequence[LeafPlan]) -> list[NamedSharding]:
+    """Returns the `NamedSharding` on `mesh` of each of a plan's `leaves`."""
+    return [named_sharding(mesh, leaf.spec) for leaf in leaves]
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from splitjax.plan import LeafPlan, spec_axes
+from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Dim, Graph
 
 Axes = tuple[str, ...]
@@ -47,10 +47,10 @@ class ShardedDims:
             by_label: dict[int, Axes] = {}
             for leaf, planned in zip(graph.leaves, leaves, strict=True):
                 if planned.is_state and (with_optimizer or planned.role != "optimizer"):
-                    for dim, entry in zip(leaf.dims, planned.spec, strict=False):
+                    for dim, entry, axes in zip(leaf.dims, planned.spec, planned.axes_by_dim, strict=False):
                         if dim and entry is not None:
                             label = graph.local[dim[0]]
-                            by_label[label] = tuple(dict.fromkeys((*by_label.get(label, ()), *spec_axes((entry,)))))
+                            by_label[label] = tuple(dict.fromkeys((*by_label.get(label, ()), *axes)))
             return by_label
 
         boundaries = frozenset(gradient.site for gradient in graph.gradients)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -87,7 +88,7 @@ class TableSync:
         """The layout of a row: over axes that are none of the workers'."""
         return (*self.spec[1:], *(None,) * (len(self.shape) - len(self.spec)))
 
-    @property
+    @functools.cached_property
     def row_axes(self) -> tuple[str, ...]:
         """The axes over which the table is split by rows."""
         return spec_axes(self.spec[:1])
