@@ -18,6 +18,9 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
+
 Shape = tuple[int, ...]
 Touched = Mapping[int, tuple[int, ...]]  # operand position (-1 for the first result) -> dims
 
@@ -111,6 +114,8 @@ def _transformed(operation: Operation) -> Touched:
 # Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start
 # index.
 _WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
+_SCATTERS = OPERATIONS.with_trait(Trait.WRITES) - {"dynamic_update_slice"}
+_BITWISE = OPERATIONS.with_trait(Trait.BITWISE)
 
 
 def _unbounded_starts(operation: Operation) -> Touched:
@@ -157,9 +162,6 @@ def _upper_half(operation: Operation) -> Touched:
     return _all_dims(operation) if operation.primitive == "mulhi" else {}
 
 
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
-
-
 def _indexed(operation: Operation) -> Touched:
     """Returns the dims that a lookup (whose gradient is a scatter) or a scatter has from its indices."""
     if operation.primitive == "gather":
@@ -180,9 +182,6 @@ def _indexed(operation: Operation) -> Touched:
 def _without_none(touched: Mapping[int, Iterable[int]]) -> Touched:
     """Leaves out the positions without dims."""
     return {position: tuple(dims) for position, dims in touched.items() if tuple(dims)}
-
-
-_BITWISE = frozenset({"reduce_and", "reduce_or", "reduce_xor"})
 
 
 def _reduced(operation: Operation) -> Touched:

@@ -12,6 +12,27 @@ OPERATIONS.state(
 )
 OPERATIONS.state("gather", Trait.LOOKUP)
 OPERATIONS.state("scatter-add scatter_add", Trait.ADDS_ROWS)
+OPERATIONS.state("gather dynamic_slice", Trait.TAKES)
+OPERATIONS.state(
+    """
+    scatter scatter-add scatter_add scatter-sub scatter_sub scatter-mul scatter_mul scatter-min scatter_min scatter-max
+    scatter_max dynamic_update_slice
+    """,
+    Trait.WRITES,
+)
+OPERATIONS.state(
+    """
+    reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
+    """,
+    Trait.REDUCES,
+)
+OPERATIONS.state("reduce_and reduce_or reduce_xor", Trait.BITWISE)
+OPERATIONS.state("sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp rev", Trait.SCANS)
+OPERATIONS.state(
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min conv_general_dilated", Trait.WINDOWS
+)
+OPERATIONS.state("bitcast_convert_type nextafter", Trait.BITS)
+OPERATIONS.state("pallas_call ffi_call custom_linear_solve pure_callback io_callback", Trait.SIZED)
 OPERATIONS.state(
     """
     conj copy_p cumsum device_put imag name pvary real reduce_window_sum sharding_constraint stop_gradient tile

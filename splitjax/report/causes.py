@@ -11,30 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitjax.plan import DENSE_GRADIENTS, beside
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import FALLBACK, HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import is_derivative, primitive
 from splitjax.report.subject import BACKWARD, BATCH, GRADIENT, MOVED, STATE, STATISTIC, SUMS, WEIGHT
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-_LOOKUPS = ("gather", "dynamic_slice")
-_ADDITIONS = ("scatter-add", "scatter_add", "scatter", "dynamic_update_slice")
 _STATE = ("param", "optimizer", "statistic")
-# JAX's names of reductions; `reduce` is `argmax` and the like.
-_REDUCTIONS = (
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_and",
-    "reduce_or",
-    "reduce",
-    "argmax",
-    "argmin",
-    "reduce_precision",
-)
-_ORDERS = ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
+_COMBINES = (Trait.REDUCES, Trait.SCANS)
 
 
 def cause_of(evidence: Evidence, flow: Dataflow, step: Step, layer: str = "") -> str:
@@ -87,12 +73,20 @@ def cause_of(evidence: Evidence, flow: Dataflow, step: Step, layer: str = "") ->
         return _sum(evidence, operation, over, flow, step)
     if operation == "sharding_constraint":
         return f"a sharding constraint in the step, where the value is {over}"
-    if operation in _REDUCTIONS or operation in _ORDERS:
+    traits = _traits(operation)
+    if not traits.isdisjoint(_COMBINES):
+        # `reduce` is `argmax` and the like
         name = "argmax or another reduction of several values" if operation == "reduce" else operation
         return f"{name} over a dim that is {over}"
-    if operation in _PRODUCTS:
+    if Trait.PRODUCT in traits:
         return f"XLA brings together an operand of {operation} that is {over}"
     return f"XLA changes the layout of what {operation} reads or gives, {over}"
+
+
+def _traits(operation: str) -> frozenset[Trait]:
+    """Returns the traits of the primitive called `operation`; none where the table does not know it."""
+    known = OPERATIONS.get(operation)
+    return frozenset() if known is None else known.traits
 
 
 def _sum(evidence: Evidence, operation: str, over: str, flow: Dataflow, step: Step) -> str:
@@ -109,15 +103,16 @@ def _sum(evidence: Evidence, operation: str, over: str, flow: Dataflow, step: St
         )
         what = "batch statistics" if of_batch else f"statistics of a normalisation whose features are {over}"
         return what if evidence.phase != BACKWARD else f"cotangents of {what}"
-    if operation in _PRODUCTS:
+    traits = _traits(operation)
+    if Trait.PRODUCT in traits:
         return f"partial results of {operation} whose contracted dim is {over}"
-    if operation in _LOOKUPS:
+    if Trait.TAKES in traits:
         return f"lookup ({operation}) in an array that is {over}: each device finds what it holds"
-    if operation in _ADDITIONS:
+    if Trait.WRITES in traits:
         return f"partial results of {operation} whose updates are {over}"
-    if operation in _REDUCTIONS or operation in _ORDERS:
+    if not traits.isdisjoint(_COMBINES):
         return f"{'reduction' if operation == 'reduce' else operation} over a dim that is {over}"
-    if operation in ("psum", "psum_invariant", "reduce_scatter", "psum_scatter", "pmax", "pmin"):
+    if Trait.COLLECTIVE in traits or operation == "psum_scatter":
         return f"a collective that the step asks for ({operation})"
     return f"partial results of {operation}, {over}"
 

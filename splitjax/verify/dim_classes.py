@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from splitjax.primitives.operation import Trait
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Atoms, refine, unite
 from splitjax.trace.flatten import FlatStep, Op, flatten
@@ -108,7 +109,7 @@ def part_links(flat: FlatStep, shapes: list[Shape]) -> Iterator[RawLink]:
     What computes with them does not need the links, but sizes do. Appends virtual values to `shapes`, as `link` does.
     """
     for index, op in enumerate(flat.ops):
-        if op.primitive in _WINDOWED:
+        if Trait.WINDOWS in op.facts.traits:
             whole, number = op.inputs[0], op.outputs[0]
             for d, e, stride in _strides(op):
                 size = flat.shapes[whole][d]
@@ -132,11 +133,6 @@ def part_links(flat: FlatStep, shapes: list[Shape]) -> Iterator[RawLink]:
             virtual = len(shapes) - 1
             yield RawLink(((wholes[0], d),), ((virtual, 0), (virtual, 1)), index, 0)
             yield from (RawLink(((cut, d),), ((virtual, 1),), index, 0) for cut in parts)
-
-
-_WINDOWED = frozenset(
-    {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "conv_general_dilated"}
-)
 
 
 def _strides(op: Op) -> list[tuple[int, int, int]]:

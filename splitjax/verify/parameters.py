@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax.primitives.calls import CallKind, names
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Sequence[Shape]
 Change: TypeAlias = Callable[[Mapping[str, Any], Shapes, Shapes, Shapes, Shapes], dict[str, Any]]
 
 # An equation of one of these runs in the dtypes that it was traced with, because it looks at the bits of a number.
-BITWISE: frozenset[str] = frozenset({"bitcast_convert_type", "nextafter"})
+BITWISE: frozenset[str] = OPERATIONS.with_trait(Trait.BITS)
 # At the sizes, too, because its parameters hold programs or buffers of these.
-AS_TRACED: frozenset[str] = names(CallKind.FIXED, CallKind.MANUAL) | {
-    "pallas_call", "ffi_call", "custom_linear_solve", "pure_callback", "io_callback",
-}  # fmt: skip
+AS_TRACED: frozenset[str] = names(CallKind.FIXED, CallKind.MANUAL) | OPERATIONS.with_trait(Trait.SIZED)
 
 
 def wide(dtype: Any) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax.plan import LeafPlan
+from splitjax.primitives.operation import Trait
 from splitjax.verify.dim_classes import Analysis
 
 
@@ -120,7 +121,7 @@ def whole_number_bound(analysis: Analysis, sizes: Mapping[int, int]) -> int:
     """
     dims: list[int] = []
     for op in analysis.flat.ops:
-        if op.primitive in ("gather", "dynamic_slice") and op.inputs:
+        if Trait.TAKES in op.facts.traits and op.inputs:
             value = op.inputs[0]
             dims += [n for n in analysis.shape(value, sizes) if n > 1]
         elif op.primitive == "iota":
