@@ -24,6 +24,8 @@ from splitjax.cost.flow import used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
 from splitjax.planning.sites.exchange import STAY, Exchange
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.rules.match import whole_dims
 from splitjax.trace.graph import Dim, Graph, Use
 
@@ -223,14 +225,12 @@ def _scatter(
 ) -> Scatter | None:
     """Returns the sum of a use's gradient into parts; None where it is left to XLA."""
     inside = stored_axes(leaf, mesh, batch_axes, replicated_batch)
-    if (
-        not use.in_boundary
-        or not use.editable
-        or use.backward
-        or use.data is None
-        or (set(leaf.axes) & set(batch_axes)) - set(inside)
-    ):
+    of_group = (set(leaf.axes) & set(batch_axes)) - set(inside)
+    is_lookup = OPERATIONS[use.primitive].has(Trait.LOOKUP)
+    if not use.in_boundary or not use.editable or use.backward or use.data is None or (of_group and not is_lookup):
         return None
+    # Each device of a group looks its columns of all of the group's examples up.
+    batch_axes = tuple(axis for axis in batch_axes if axis not in of_group)
     if not read_once(graph, use.weight_dims, leaf, use.trips):
         return None
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
@@ -245,7 +245,10 @@ def _scatter(
         return None
     stored = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis in inside)))
     kept = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis not in inside)))
+    out_kept = _kept_in_result(graph, use, kept)
     if leaf.gradient is not None and not gained and gradient_gains(leaf):
+        return None
+    if of_group and (out_kept is None or len(out_kept) < len(kept)):
         return None
     return Scatter(
         use.site,
@@ -258,7 +261,7 @@ def _scatter(
         (*stored, *gained),
         kept,
         stored,
-        _kept_in_result(graph, use, kept),
+        out_kept,
     )
 
 

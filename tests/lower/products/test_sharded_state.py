@@ -373,6 +373,37 @@ def test_biases_and_scales():
         assert not any(op == "all_reduce" and "data" in axis for op, axis in sent)
 
 
+@pytest.mark.parametrize("split", ["features", "vocab"])
+@pytest.mark.parametrize("num", [32, 128])
+def test_a_split_table_has_its_gradient_summed_into_parts(split, num):
+    """By columns each device of a group looks its own up, of all of the group's examples; by rows it is left to XLA."""
+
+    def forward(params, batch):
+        return jnp.tanh(jnp.take(params["table"], batch["ids"], axis=0).mean(1) @ params["dense"]) @ params["logits"]
+
+    shapes = {"table": (512, 64), "dense": (64, 64), "logits": (64, 16)}
+    state = state_of({name: normal(shape)[0] for name, shape in shapes.items()})
+    rules = splitjax.RuleSet(
+        name="mine",
+        replicated_batch="all",
+        rules=(
+            splitjax.Rule(name="table", path="**/table", shard=[{split: "model"}]),
+            splitjax.Rule(name="dense", kind="dense", shard=[{"out": "model"}]),
+        ),
+    )
+    step = splitjax.parallelize(step_of(forward), mesh=GROUPS, rules=rules, shard_state=True, donate=False)
+    given = batch(num)
+    want_state, want = jax.jit(step_of(forward))(state, given)
+    got_state, got = step(state, given)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert largest_difference(got_state, want_state) <= 1e-6
+    if split == "features":
+        assert any(step.plan(state, given).leaf("params/table").spec), "the table is not split"
+        sent, planned = traffic(step, state, given, GROUPS)
+        assert sent["reduce_scatter", "data"] == planned["reduce_scatter", "data"]
+        assert not any(op == "all_reduce" and axis == "data" for op, axis in sent)
+
+
 def test_behind_a_split_layer_examples_lie_otherwise():
     """A scale between two split layers meets examples of the whole group: it must not call each worker's back."""
 
