@@ -12,7 +12,7 @@ from splitjax.errors import TraceError
 from splitjax.primitives.dims import DimMap, DimRule, Params, Shapes, from_notation, parse_notation
 from splitjax.primitives.example_question import ExampleRule
 from splitjax.primitives.operation import Examples, Linear, Linearity, OperationFacts, RowAction, RowFacts, Trait
-from splitjax.primitives.table import OPERATIONS
+from splitjax.primitives.table import OPERATIONS, STAND_FOR_MANY
 from splitjax.primitives.weights import weights_of
 
 Dims = str | Callable[[Shapes, Shapes, Params], str | DimMap]
@@ -108,7 +108,9 @@ def register_primitive(
     if before.weights is not None and before.weights.follows is not None and dims is not None:
         given["weights"], kept = None, kept - {Trait.PRODUCT}  # they followed from dims that are taught anew
     if is_product and rule is not None and given.get("weights", before.weights) is None:
-        given["weights"] = weights_of(rule)
+        # A kernel's parameters hold programs of its operands' sizes: a device cannot run it on parts of them.
+        holds_sizes = bool(size_params) or bool(before.size_params) or name.partition(":")[0] in STAND_FOR_MANY
+        given["weights"] = weights_of(rule, by_labels=not holds_sizes)
     OPERATIONS.teach(dataclasses.replace(before, name=name, **given, traits=all_traits | kept))
 
 

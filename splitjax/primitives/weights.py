@@ -14,8 +14,8 @@ from splitjax.primitives.operation import DimNames, Weights
 from splitjax.primitives.table import OPERATIONS
 
 
-def weights_of(rule: DimRule) -> Weights:
-    """Returns what a product, whose dims run as `rule` says, does with a weight.
+def weights_of(rule: DimRule, by_labels: bool) -> Weights:
+    """Returns what a product, whose dims run as `rule` says, does with a weight. `by_labels`: as in `Weights`.
 
     A dim that the result lacks is what goes in, one that only weight and result have is what comes out, and one that
     all have numbers experts. A product multiplies and adds once for every combination of its labels."""
@@ -39,7 +39,7 @@ def weights_of(rule: DimRule) -> Weights:
             sizes.update({dim[0]: size for dim, size in zip(labels, shape, strict=True) if len(dim) == 1})
         return 2 * math.prod(sizes.values())
 
-    return Weights(names, flops, by_labels=True, follows=rule)
+    return Weights(names, flops, by_labels, follows=rule)
 
 
 def _labels(tensors: Any) -> set[Label]:

@@ -132,7 +132,7 @@ def _operands(
 
 def _splits_by_labels(op: Op, dim_map: DimMap | None) -> bool:
     """Tells whether each device can evaluate its parts of an operation by itself, as the labels of its dims say."""
-    if op.facts.weights is None or not op.facts.weights.by_labels or dim_map is None or op.facts.size_params:
+    if op.facts.weights is None or not op.facts.weights.by_labels or dim_map is None:
         return False
     tensors = (*dim_map.inputs, *dim_map.outputs)
     return len(op.inputs) == 2 and len(op.outputs) == 1 and all(len(dim) == 1 for dims in tensors for dim in dims)

@@ -202,6 +202,21 @@ def test_dims_that_are_taught_anew_make_another_layer_or_none():
         OPERATIONS.teach(stated)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "by_labels"),
+    [
+        ("own_mix", {}, True),
+        ("own_mix", {"size_params": ("block",)}, False),
+        ("pallas_call:own_mix", {}, False),
+        ("ffi_call:own_mix", {}, False),
+    ],
+)
+def test_what_holds_sizes_is_not_run_on_parts(name, given, by_labels):
+    with forgotten(name):
+        splitjax.register_primitive(name, dims="b i, i o -> b o", linear=Linearity.EACH, **given)
+        assert OPERATIONS[name].weights.by_labels is by_labels
+
+
 def test_experts_of_a_taught_product_have_their_name():
     """A label of weight and result alone is what comes out, one of all three numbers experts."""
     with forgotten("own_experts"):
