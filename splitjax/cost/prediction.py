@@ -302,7 +302,9 @@ def _sent_by_leaf(structure: StepStructure, weight: Weight | None, setting: Sett
     layer = structure.names.get(weight.leaf.path, weight.leaf.path)
     # In a loop around the gradient all of it is sent in every turn.
     turns = structure.graph.leaf(weight.leaf.path).turns
-    events = ((op, axes, turns * size, purpose) for op, axes, size, purpose in gradient_events(weight, setting))
+    events = gradient_events(weight, setting)
+    if turns > 1:
+        events = ((op, axes, turns * size, purpose) for op, axes, size, purpose in events)
     return sent_by(layer, events, setting.mesh, manner.backward)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS, qualified_name
+from splitjax.primitives.table import qualified_name
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import FlatStep
 from splitjax.trace.graph import Dim, ForeignCall
@@ -31,5 +31,5 @@ def find_foreign(flat: FlatStep, classes: Classes) -> tuple[ForeignCall, ...]:
             next((call for call in op.calls if kind_of(call) is CallKind.RULE), None),
         )
         for op in flat.ops
-        if op.eqn is not None and OPERATIONS.of(op.primitive, op.params).has(Trait.FOREIGN)
+        if op.eqn is not None and Trait.FOREIGN in op.facts.traits
     )

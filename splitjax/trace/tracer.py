@@ -118,7 +118,7 @@ def _assemble(
 def _scanned(flat: FlatStep, classes: Classes, stepping: Stepping) -> Iterator[ScannedBatch]:
     """Yields what loops around the gradient scan, and that holds examples behind the dim that they count."""
     soft = classes.labels[Strength.SOFT]
-    for op in flat.ops:
+    for op in flat.ops if stepping.turns else ():
         if reads_a_turn(op, flat) and op.editable:
             dims = classes.dims(op.inputs[0], len(flat.shapes[op.inputs[0]]))
             if dims[0] and stepping.turns.issuperset(soft[atom] for atom in dims[0]):

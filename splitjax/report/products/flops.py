@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
 from splitjax.report.loops import num_trips
 from splitjax.report.op_names import primitive
 from splitjax.report.parts import StepPart
 from splitjax.report.wire import Computation, Instruction, Module
 
 # Of a call into a library, the operation that it was: how many flops it has cannot be read off its shapes alone.
-_PRODUCT_PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_PRODUCT_PRIMITIVES: frozenset[str] = OPERATIONS.with_trait(Trait.PRODUCT)
 
 
 def read_flops(parts: Sequence[StepPart]) -> int | None:
