@@ -34,6 +34,8 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     )
     | dict.fromkeys("log2 polynomial one_minus_square".split(), _NEW)
     | {
+        "pallas_call": "on CPU no program of the partitioner has it: the interpreter takes it apart",
+        "splitjax_kernel": "splitjax's own: it runs on each device's part",
         "shard_map": "its body is partitioned by hand: XLA's partitioner leaves it alone",
         "to_edtype": "JAX's own conversion to dtypes such as those of keys: no program of numbers reaches it",
         "from_edtype": "JAX's own conversion from dtypes such as those of keys: no program of numbers reaches it",

@@ -38,6 +38,7 @@ from splitjax.partial.request import LINEAR, OPTIMAL, SPATIAL, TEMPORAL, Measure
 from splitjax.partial.stages import BackpropStages, with_times
 from splitjax.partial.ways import Measurements, PredictedExchange
 from splitjax.plan import DENSE_GRADIENTS
+from splitjax.planning.examples import check_shares
 from splitjax.planning.partial_plan import predict_partial
 from splitjax.planning.partial_step import PartialStep, find_partial, stages_of
 from splitjax.primitives.walk import equation_at
@@ -90,9 +91,9 @@ def advise_calls(
         check(args)
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
-            measuring = _Measuring.of(
-                build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh)), inside_mesh(mesh), backprop, place
-            )
+            entry = build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh))
+            check_shares(entry.graph, entry.plan.mesh, recipe.rules, "an advice", place)
+            measuring = _Measuring.of(entry, inside_mesh(mesh), backprop, place)
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(
                 "the batches have different shapes",

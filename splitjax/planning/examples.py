@@ -7,37 +7,41 @@ examples of their own needs as many in every array of the batch, and equal share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from splitjax.errors import BatchError
-from splitjax.plan import LeafPlan
+from splitjax.mesh import MeshShape
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import walk
+from splitjax.rules import RuleSet
 from splitjax.rules.match import axes_text
 from splitjax.step.boundary import is_boundary
+from splitjax.trace.graph import Graph
 
 
-def check_examples(draft: Draft, leaves: Sequence[LeafPlan]) -> None:
-    """Raises `BatchError` where a step has to tell its examples apart and cannot.
-
-    **Arguments:** `draft`: the step, and what is asked for. `leaves`: its layout."""
-    graph, mesh = draft.graph, draft.shape
+def check_examples(draft: Draft) -> None:
+    """Raises `BatchError` where a step, a `draft` of its plan, has to tell its examples apart and cannot."""
     reason = _apart(draft)
-    if reason is None:
-        return
+    if reason is not None:
+        check_shares(draft.graph, draft.shape, draft.request.rules, reason, f"call of {draft.request.name}")
+
+
+def check_shares(graph: Graph, mesh: MeshShape, rules: RuleSet, reason: str, place: str) -> None:
+    """Raises `BatchError` where the batch has no examples that are divided into equal shares.
+
+    **Arguments:** `graph`: the step. `mesh`, `rules`: of its plan, whose batch axes the shares are for. `reason`: who
+    needs them, in words. `place`: what an error names as its place."""
     sizes = {leaf.path: leaf.shape[leaf.example_dim] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
     if len(set(sizes.values())) > 1:
         raise BatchError(
             f"batch arrays disagree on the number of examples (their leading dim), and {reason} needs to tell examples"
             " apart",
             value=sizes,
-            place=f"call of {draft.request.name}",
+            place=place,
             remedy=(
                 "give all batch arrays the same leading dim, pass what is not per example as an argument of its own,"
                 " outside batch_argnums, or do without it: every array is laid out for itself then"
             ),
         )
-    axes = draft.request.rules.batch_axes(mesh)
+    axes = rules.batch_axes(mesh)
     num = mesh.size(axes)
     for path, size in sizes.items():
         if size % num:

@@ -41,7 +41,7 @@ def lay_out(draft: Draft) -> Draft:
         layout = _pinned(graph, request.pinned, mesh)
     else:
         layout = assign(graph, request.rules, mesh, draft.pins.by_path)
-        check_examples(draft, layout.leaves)
+        check_examples(draft)
         unmatched = unmatched_paths(request.rules.rules, graph)
         layout = dataclasses.replace(layout, notes=(*layout.notes, *unmatched))
     return dataclasses.replace(draft, layout=layout, notes=(*layout.notes, *draft.pins.notes))

@@ -41,9 +41,17 @@ def test_the_folder_cannot_be_made(run, tmp_path):
     assert status == 2 and "--output-dir" in err
 
 
-def test_a_batch_that_does_not_divide_is_a_short_error(run):
-    status, _, err = run("demo --width 0.0625 --head-features 64 --batch-size 12 --steps 1")
-    assert status == 2 and "12" in err and "remedy" in err
+def test_a_batch_that_does_not_divide_lies_over_fewer_devices_and_the_plan_says_so(run, tmp_path):
+    status, out, _ = run(f"demo --width 0.0625 --head-features 64 --batch-size 12 --steps 1 --output-dir {tmp_path}")
+    assert status == 0
+    said = " ".join(out.split())
+    assert "12 examples do not divide by data x model=8, so they lie over model=4" in said
+    assert "2.00 times an even share" in said
+
+
+def test_a_batch_that_cannot_be_is_a_short_error(run):
+    status, _, err = run("demo --width 0.0625 --head-features 64 --batch-size 0 --steps 1")
+    assert status == 2 and "0" in err and "remedy" in err
 
 
 def test_cifar10_is_read_from_shorter_official_files(tmp_path):
