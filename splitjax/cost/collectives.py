@@ -229,6 +229,7 @@ class Weight:
     - `parts`: the axes over which each device has the gradient of its own groups alone of a whole convolution weight.
     - `in_group`: the axes over whose devices it is added to one and the same value, so that all of them have its whole
       gradient.
+    - `narrowed`: how many times fewer bytes it has in the dtype in which it is used (`StepStructure.narrowed`).
     """
 
     leaf: LeafPlan
@@ -237,6 +238,7 @@ class Weight:
     read_back: bool
     parts: Axes
     in_group: Axes
+    narrowed: int = 1
 
 
 def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
@@ -246,13 +248,14 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     pass, and its gradient is reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes
     that do not split it, the device's shard of the gradient is all-reduced; where the gradient or the optimizer state
     is split over them, the gradient is reduce-scattered and the new values are gathered instead (stages 1 and 2), which
-    is as many bytes. An all-gather puts the gradients of groups of a convolution together.
+    is as many bytes. An all-gather puts the gradients of groups of a convolution together. Weights are gathered, and
+    gradients summed, in the dtype in which the weight is used; new values have that of the parameter.
     """
     leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
     split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
     used = used_axes(leaf, mesh, batch_axes, setting.replicated_batch) if split else ()
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
-    shard = leaf.bytes_per_device
+    shard = leaf.bytes_per_device // weight.narrowed
     if stored:
         whole = shard * mesh.size(stored)
         yield "all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path)
@@ -266,7 +269,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     rest = tuple(axis for axis in summed if axis not in split_state)
     if zero:
         yield "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
-        yield "all_gather", zero, shard, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
+        yield "all_gather", zero, leaf.bytes_per_device, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:
         own = shard // mesh.size((*zero, *parts)) if zero or parts else shard
         yield "all_reduce", rest, own, _backward(Kind.GRADIENT, leaf.path)

@@ -327,6 +327,7 @@ def _weight(
         read_back=path in structure.read_back,
         parts=parts.get(path, ()),
         in_group=_added_in_group(structure.added_to.get(path, ()), flows),
+        narrowed=structure.narrowed.get(path, 1),
     )
 
 

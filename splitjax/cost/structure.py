@@ -12,8 +12,10 @@ from typing import TypeVar
 
 from splitjax.cost.flow import UseLinks, link_uses, reads_ids
 from splitjax.plan import LayerPlan
-from splitjax.trace.graph import Graph
+from splitjax.trace.graph import Graph, Use, itemsize
 
+# Dtypes in which weights are gathered, and their gradients summed, where a parameter is cast to them before its use.
+_NARROW = ("bfloat16", "float16", "float32")
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
@@ -37,6 +39,8 @@ class StepStructure:
     - `added_to`: by parameter that no use reads (a bias), the positions of its layer's uses to whose output it may be
       added.
     - `added_by`: the reverse: by use, the paths of these parameters.
+    - `narrowed`: by parameter that all of its uses read in a narrower dtype (bfloat16 of float32), how many times
+      fewer bytes its values and gradients have where they travel.
     - `has_convolutions`, `has_transforms`: whether it has operations that are evaluated device by device.
     """
 
@@ -53,6 +57,7 @@ class StepStructure:
     read_back: frozenset[str]
     added_to: Mapping[str, tuple[int, ...]]
     added_by: Mapping[int, tuple[str, ...]]
+    narrowed: Mapping[str, int]
     has_convolutions: bool
     has_transforms: bool
 
@@ -95,9 +100,20 @@ class StepStructure:
             read_back=frozenset(read_back),
             added_to=added_to,
             added_by=_grouped((i, path) for path, uses in added_to.items() for i in uses),
+            narrowed={path: _narrowed(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
             has_convolutions=any(suspect.convolution is not None for suspect in graph.suspects),
             has_transforms=any(suspect.transform is not None for suspect in graph.suspects),
         )
+
+
+def _narrowed(graph: Graph, path: str, uses: Iterable[Use]) -> int:
+    """Returns how many times fewer bytes a parameter has in the widest dtype in which its `uses` read it. Floating
+    point of 16 bits is all that counts: what is narrower is made by scaling, and its gradient is wider."""
+    leaf = graph.leaf(path)
+    if leaf.dtype not in ("float32", "float64"):
+        return 1
+    widest = max(itemsize(use.weight_dtype) if use.weight_dtype in _NARROW else leaf.itemsize for use in uses)
+    return leaf.itemsize // widest
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, tuple[Value, ...]]:

@@ -96,7 +96,8 @@ class Use:
     - `editable`: whether lowering can reach it: it is not inside a custom derivative rule.
     - `fed_by`: batch leaves whose values reach the data without passing another use.
     - `data_twins`: (site, operand) of products that read the same data: weight gradients.
-    - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part.
+    - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part. `weight_dtype`:
+      of the operand: not the parameter's where that is cast.
     - `in_boundary`: whether a `splitjax.value_and_grad` differentiates it, so that lowering says how.
     - `by_labels`: whether the labels of its dims say how it is split (`primitives.operation.Weights`), each dim one.
     - `adds_up`: whether what the parts of a contracted dim give adds up to the result, as the product is linear in
@@ -129,6 +130,7 @@ class Use:
     data_value: int | None = None
     by_labels: bool = False
     adds_up: bool = False
+    weight_dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -267,6 +267,7 @@ def _use(
         data_twins=tuple(products.get(data, ())) if use.data is not None else (),
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
         in_boundary=op.inside,
+        weight_dtype=flat.dtypes[op.inputs[use.weight]],
         data_value=None if use.data is None else data,
         by_labels=use.by_labels,
         adds_up=use.adds_up,
