@@ -37,11 +37,11 @@ include_patterns = [
     "sharding_rules/README.md",
     "benchmarks/results/*.md",
 ]
+# Not looked through at all.
+exclude_patterns = [".venv*", ".git", "build", "dist", "docs/_build"]
 source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-# Links to files that are no pages (sources, notebooks, scripts) are downloads.
-myst_all_links_external = False
 html_theme = "sphinx_book_theme"
 html_title = "splitjax"
 html_theme_options = {
