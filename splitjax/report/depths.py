@@ -14,10 +14,8 @@ import re
 from collections.abc import Sequence
 
 from splitjax.plan import Plan
-from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS
 from splitjax.report.loops import num_trips
-from splitjax.report.op_names import primitive
+from splitjax.report.op_names import is_product
 from splitjax.report.parts import StepPart
 from splitjax.report.wire import Computation, Module
 
@@ -77,17 +75,12 @@ def read_depths(parts: Sequence[StepPart], plan: Plan) -> tuple[ReportedDepth, .
     return tuple(depths)
 
 
-def _is_product(op_name: str) -> bool:
-    """Returns whether a call into a library stands for a product, by the primitive in its `op_name`."""
-    return primitive(op_name) in OPERATIONS.with_trait(Trait.PRODUCT)
-
-
 def _products(module: Module, computation: Computation) -> int:
     """Counts the products and convolutions of a computation and of what it calls, those in loops as often as they
     run."""
     total = 0
     for instruction in computation.instructions.values():
-        by_library = instruction.opcode == "custom-call" and _is_product(instruction.op_name)
+        by_library = instruction.opcode == "custom-call" and is_product(instruction.op_name)
         if instruction.opcode in _PRODUCTS or by_library:
             total += 1
         times = (num_trips(module, computation, instruction) or 1) if instruction.opcode == "while" else 1

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 
+from splitjax.primitives.operation import Trait
+from splitjax.primitives.table import OPERATIONS
+
 _SCOPE = re.compile(r"splitjax:(?:enter|product|stored|layer):([^/()]+)")
 _PRODUCT = "splitjax:product:"  # a product with its collectives written out
 _ENTERS = re.compile(r"splitjax:enter:[^/()]+")
@@ -21,6 +24,12 @@ _WRAPPED = re.compile(r"(\w+)\((.*)\)")
 def primitive(op_name: str) -> str:
     """Returns the operation in `op_name`: its last part."""
     return op_name.rsplit("/", 1)[-1]
+
+
+def is_product(op_name: str) -> bool:
+    """Returns whether `op_name` names a product or a convolution, registered ones among them: what a call into a
+    library, which does not say what it computes, stands for."""
+    return primitive(op_name) in OPERATIONS.with_trait(Trait.PRODUCT)
 
 
 def name_parts(op_name: str) -> tuple[str, ...]:

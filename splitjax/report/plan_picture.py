@@ -1,7 +1,7 @@
 """Draws a plan as an SVG: a bar for each layer, as long as the layer takes bytes, filled for what a device holds of it.
 
-The picture has no size in pixels that matter, needs no library, and follows the reader's light or dark mode, so that
-one file stands in a README, a page and a slide.
+The file is scaled to any width and has colours for light and for dark pages, between which the reader's browser
+chooses: one file serves a README, a page and a slide.
 """
 
 from __future__ import annotations

@@ -9,15 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS
 from splitjax.report.loops import num_trips
-from splitjax.report.op_names import primitive
+from splitjax.report.op_names import is_product
 from splitjax.report.parts import StepPart
 from splitjax.report.wire import Computation, Instruction, Module
-
-# Of a call into a library, the operation that it was: how many flops it has cannot be read off its shapes alone.
-_PRODUCT_PRIMITIVES: frozenset[str] = OPERATIONS.with_trait(Trait.PRODUCT)
 
 
 def read_flops(parts: Sequence[StepPart]) -> int | None:
@@ -43,8 +38,8 @@ def _flops(module: Module, computation: Computation) -> int | None:
     """Counts the flops of a computation and of what it calls."""
     total = 0
     for instruction in computation.instructions.values():
-        if instruction.opcode == "custom-call" and primitive(instruction.op_name) in _PRODUCT_PRIMITIVES:
-            return None
+        if instruction.opcode == "custom-call" and is_product(instruction.op_name):
+            return None  # its shapes alone do not say how many flops it has
         if instruction.opcode in ("async-update", "async-done"):
             continue  # they name the computation of their start once more
         total += _product(computation, instruction)
