@@ -129,6 +129,11 @@ class MeshShape:
             remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
         )
 
+    def local(self, shape: Sequence[int], spec: Sequence[str | Sequence[str] | None]) -> tuple[int, ...]:
+        """Returns the shape of one device's part of an array of this `shape` that is split as `spec` says, rounded
+        up."""
+        return tuple(-(-size // self.size(entry)) for size, entry in zip(shape, spec, strict=True))
+
     def present(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes` that this mesh has with a size above 1, in the given order."""
         return tuple(axis for axis in axes if self.size(axis) > 1)

@@ -109,6 +109,8 @@ class StepStructure:
 def _narrowed(graph: Graph, path: str, uses: Iterable[Use]) -> int:
     """Returns how many times fewer bytes a parameter has in the widest dtype in which its `uses` read it. Floating
     point of 16 bits is all that counts: what is narrower is made by scaling, and its gradient is wider."""
+    if not any(use.weight_dtype in _NARROW for use in uses):
+        return 1
     leaf = graph.leaf(path)
     if leaf.dtype not in ("float32", "float64"):
         return 1

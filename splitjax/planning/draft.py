@@ -85,8 +85,9 @@ class Draft:
     **Attributes:**
 
     - `traced`: the step. `mesh`: its mesh, with devices or abstract: planning looks at axes and sizes alone.
-    - `request`: what is asked for. `chooser`: chooses how its gradient boundaries run. `known`: what is known of its
-      tables.
+    - `request`: what is asked for. `chooser`: chooses how its gradient boundaries run.
+    - `shape`: the shape of the mesh, with the roles that were said of its axes, by the user or by a pinned plan.
+    - `known`: what is known of its tables.
     - `layout`: where every leaf lives. `notes`: what to know besides.
     - `constraints`: the shardings that lowering pins inside the step. `gathered`: unknown operations that run
       replicated. `sites`: what these and the layout mean for each operation; None before that is derived.
@@ -103,6 +104,7 @@ class Draft:
     mesh: Mesh | AbstractMesh
     request: PlanRequest
     chooser: WayChooser
+    shape: MeshShape
     known: KnownTables = dataclasses.field(default_factory=KnownTables)
     layout: Assignment = _NOTHING
     notes: tuple[str, ...] = ()
@@ -118,6 +120,15 @@ class Draft:
     decision: TableDecision | None = None
     ways: StepWays | None = None
 
+    @classmethod
+    def of(cls, traced: Traced, mesh: Mesh | AbstractMesh, request: PlanRequest, chooser: WayChooser) -> Draft:
+        """Returns the draft of a step about which nothing is decided. Raises `MeshError` for a role of an axis that the
+        mesh lacks."""
+        shape, pinned, said = MeshShape.of(mesh), request.pinned, request.roles
+        if pinned is not None and not said:
+            said = {axis: role for axis, role in pinned.mesh.said if axis in shape.names}
+        return cls(traced, mesh, request, chooser, shape.with_roles(said))
+
     @property
     def graph(self) -> Graph:
         """Returns the traced step, analysed."""
@@ -127,15 +138,6 @@ class Draft:
     def takes_gradient(self) -> bool:
         """Returns whether the step takes a gradient and returns its states; False for an evaluation."""
         return self.request.returns_state
-
-    @functools.cached_property
-    def shape(self) -> MeshShape:
-        """The shape of the mesh, with the roles that were said of its axes, by the user or by a pinned plan. Raises
-        `MeshError` for a role of an axis that the mesh lacks."""
-        shape, pinned = MeshShape.of(self.mesh), self.request.pinned
-        if self.request.roles or pinned is None:
-            return shape.with_roles(self.request.roles)
-        return shape.with_roles({axis: role for axis, role in pinned.mesh.said if axis in shape.names})
 
     @functools.cached_property
     def pins(self) -> Pins:

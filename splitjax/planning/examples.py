@@ -10,10 +10,9 @@ from __future__ import annotations
 from splitjax.errors import BatchError
 from splitjax.mesh import MeshShape
 from splitjax.planning.draft import Draft
-from splitjax.primitives.walk import walk
+from splitjax.primitives.walk import boundaries, everywhere
 from splitjax.rules import RuleSet
 from splitjax.rules.match import axes_text
-from splitjax.step.boundary import is_boundary
 from splitjax.trace.graph import Graph
 
 
@@ -64,7 +63,5 @@ def _apart(draft: Draft) -> str | None:
         return f"group_comm={request.group_comm!r}"
     if not request.sync.is_dense:
         return "a table that is synchronised by rows"
-    for visit in walk(draft.traced.jaxpr, lambda visit: True):
-        if is_boundary(visit.eqn) and visit.eqn.params["microbatches"] not in (None, 1):
-            return f"microbatches={visit.eqn.params['microbatches']}"
-    return None
+    asked = (visit.eqn.params["microbatches"] for visit in boundaries(draft.traced.jaxpr, everywhere))
+    return next((f"microbatches={number}" for number in asked if number not in (None, 1)), None)

@@ -47,7 +47,7 @@ def draft_step(traced: Traced, mesh: Mesh | AbstractMesh, request: PlanRequest, 
     `chooser`: chooses how gradient boundaries run, such as `lower.strategies.CHOOSER`.
 
     Raises what the passes raise: typed errors that name value, place and remedy."""
-    return _through(LAYOUT, Draft(traced, mesh, request, chooser))
+    return _through(LAYOUT, Draft.of(traced, mesh, request, chooser))
 
 
 def with_tables(draft: Draft, known: KnownTables) -> Draft:

@@ -60,7 +60,12 @@ def bodies(eqn: Any) -> list[Any]:
     return held
 
 
-def walk(jaxpr: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
+def everywhere(visit: Visit) -> bool:
+    """Enters every equation that holds jaxprs."""
+    return True
+
+
+def walk(jaxpr: Any, enter: Callable[[Visit], bool] = everywhere) -> Iterator[Visit]:
     """Yields a visit for every equation of `jaxpr` in program order, an equation before those that it holds.
 
     **Arguments:**
@@ -71,7 +76,7 @@ def walk(jaxpr: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Ite
     yield from _walk(jaxpr, Visit((), None), enter)
 
 
-def walk_inside(eqn: Any, enter: Callable[[Visit], bool] = lambda visit: True) -> Iterator[Visit]:
+def walk_inside(eqn: Any, enter: Callable[[Visit], bool] = everywhere) -> Iterator[Visit]:
     """Yields a visit for every equation that `eqn` holds, as `walk` does; sites begin with the number of its body."""
     yield from _inside(Visit((), eqn), bodies(eqn), enter)
 

@@ -368,7 +368,4 @@ def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> 
 def bytes_per_device(leaf: Leaf, spec: Spec, mesh: MeshShape) -> int:
     """Returns the bytes of one device's part of an array on `mesh` (parts rounded up); `leaf` is split as `spec`
     says."""
-    parts = (
-        size if entry is None else -(-size // mesh.size(entry)) for size, entry in zip(leaf.shape, spec, strict=True)
-    )
-    return leaf.itemsize * math.prod(parts)
+    return leaf.itemsize * math.prod(mesh.local(leaf.shape, spec)) if any(spec) else leaf.num_bytes

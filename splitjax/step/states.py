@@ -21,16 +21,23 @@ from splitjax.step.positions import ArgumentRoles
 class _Place:
     """Names a subtree of the result.
 
-    **Attributes:** `path`: where it stands. `tree`: its structure. `start`, `stop`: its range among the flat results.
-    `number`: its position in a tuple result; None elsewhere. `depth`: how many nodes stand above it.
+    **Attributes:** `positions`: of the nodes that lead to it from the result, each among the children of the one
+    before. `tree`: its structure. `start`, `stop`: its range among the flat results.
     """
 
-    path: str
+    positions: tuple[int, ...]
     tree: TreeStructure
     start: int
     stop: int
-    number: int | None
-    depth: int
+
+    def path(self, result: Any) -> str:
+        """Returns where it stands in the `result`, as Python would index it."""
+        path, node = "result", result
+        for position in self.positions:
+            children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)
+            key, node = children[position]
+            path += jax.tree_util.keystr(key)
+        return path
 
 
 def match_states(options: ArgumentRoles, bound: Bound, result: Any) -> dict[int, int]:
@@ -43,8 +50,8 @@ def match_states(options: ArgumentRoles, bound: Bound, result: Any) -> dict[int,
     back (naming the first path that differs), or comes back in more than one place of the same depth (of several, the
     outermost is the state).
     """
-    leaves = jax.tree.leaves(result)
-    places = list(_places(result, "result", 0, None, 0))
+    leaves, whole = jax.tree.flatten(result)
+    places = list(_places(whole, (), 0))
     matched: dict[int, int] = {}
     for order, number in enumerate(options.state_argnums):
         start, stop = bound.spans[number]
@@ -53,42 +60,39 @@ def match_states(options: ArgumentRoles, bound: Bound, result: Any) -> dict[int,
         tree = jax.tree.structure(bound.args[number])
         name = options.names[number] if number < len(options.names) else f"argument {number}"
         if options.state_outnums is not None:
-            wanted = [p for p in places if p.number == options.state_outnums[order]]
-            chosen = (wanted or [p for p in places if p.path == "result"])[0]
+            place = (options.state_outnums[order],) if isinstance(result, (tuple, list)) else ()
+            chosen = next((p for p in places if p.positions == place), places[0])
             if chosen.tree != tree:
-                raise _missing(name, bound, number, places, leaves)
+                raise _missing(name, bound, number, places, result)
         else:
-            same = [p for p in places if p.tree == tree]
+            same = [p for p in places if p.stop - p.start == stop - start and p.tree == tree]
             fitting = [p for p in same if _fits(p, start, bound, leaves)]
-            outermost = [p for p in fitting if p.depth == min(place.depth for place in fitting)]
+            outermost = [p for p in fitting if len(p.positions) == min(len(other.positions) for other in fitting)]
             if len(outermost) > 1 and len({(p.start, p.stop) for p in outermost}) > 1:
                 raise StateError(
                     f"the state {name!r} could be any of {len(outermost)} results of the same structure",
-                    value=[p.path for p in outermost],
+                    value=[p.path(result) for p in outermost],
                     place=f"results of the step, state argument {number}",
                     remedy="say which results are the states with state_outnums=(...), positions in the returned tuple",
                 )
             if not outermost:
-                raise _missing(name, bound, number, same or places, leaves)
+                raise _missing(name, bound, number, same or places, result)
             chosen = outermost[0]
-        changed = _changed(chosen, start, bound, leaves, name)
+        changed = _changed(chosen, start, bound, result, name)
         if changed is not None:
             raise changed
         matched.update((start + k, chosen.start + k) for k in range(stop - start))
     return matched
 
 
-def _places(node: Any, path: str, start: int, number: int | None, depth: int) -> Iterator[_Place]:
-    """Yields a node of the result and everything below it, parents first."""
-    tree = jax.tree.structure(node)
-    yield _Place(path, tree, start, start + tree.num_leaves, number, depth)
-    if jax.tree_util.treedef_is_leaf(tree):
-        return
-    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    top = path == "result" and isinstance(node, (tuple, list))
-    for position, (key, child) in enumerate(children):
-        yield from _places(child, path + jax.tree_util.keystr(key), start, position if top else None, depth + 1)
-        start += jax.tree.structure(child).num_leaves
+def _places(tree: TreeStructure, positions: tuple[int, ...], start: int) -> Iterator[_Place]:
+    """Yields the places of a subtree of the result and of everything below it, parents first.
+
+    **Arguments:** `tree`: its structure. `positions`, `start`: as for `_Place`."""
+    yield _Place(positions, tree, start, start + tree.num_leaves)
+    for position, child in enumerate(tree.children()):
+        yield from _places(child, (*positions, position), start)
+        start += child.num_leaves
 
 
 def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> bool:
@@ -100,10 +104,10 @@ def _fits(place: _Place, start: int, bound: Bound, leaves: Sequence[Any]) -> boo
     )
 
 
-def _changed(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], name: str) -> StateError | None:
+def _changed(place: _Place, start: int, bound: Bound, result: Any, name: str) -> StateError | None:
     """Makes the error for the state called `name` where it comes back with another shape or dtype; None where it does
     not."""
-    for k, leaf in enumerate(leaves[place.start : place.stop]):
+    for k, leaf in enumerate(jax.tree.leaves(result)[place.start : place.stop]):
         shape, dtype, _ = bound.signature.avals[start + k]
         if (tuple(leaf.shape), str(leaf.dtype)) != (shape, dtype):
             path = bound.arguments[start + k].path
@@ -111,26 +115,26 @@ def _changed(place: _Place, start: int, bound: Bound, leaves: Sequence[Any], nam
                 f"the state {name!r} comes back changed: {path} goes in as {dtype}{list(shape)} and comes out as "
                 f"{leaf.dtype}{list(leaf.shape)}",
                 value=path,
-                place=place.path,
+                place=place.path(result),
                 remedy="return the new state with the shapes and dtypes it came with (cast it back, as with .astype)",
             )
     return None
 
 
-def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], leaves: Sequence[Any]) -> StateError:
+def _missing(name: str, bound: Bound, number: int, places: Sequence[_Place], result: Any) -> StateError:
     """Makes the error for a state that does not come back: what changed, where its structure does come back."""
     start, stop = bound.spans[number]
     tree = jax.tree.structure(bound.args[number])
     for place in places:
         if place.tree == tree:  # right structure, wrong arrays: say which
-            changed = _changed(place, start, bound, leaves, name)
+            changed = _changed(place, start, bound, result, name)
             if changed is not None:
                 return changed
     mine = [a.path for a in bound.arguments[start:stop]]
     return StateError(
         f"the state {name!r} does not come back: no result of the step has its structure "
         f"({stop - start} arrays, first {mine[0]})",
-        value=sorted({p.path for p in places})[:12],
+        value=sorted({p.path(result) for p in places})[:12],
         place=f"results of the step, state argument {number}",
         remedy="return the new state with the same pytree structure; for a step that only reads it (evaluation) use "
         "step.like(fn), and for steps that mutate NNX modules splitjax.nnx.parallelize",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from splitjax.errors import SplitjaxError, TraceError
 from splitjax.primitives.dims import DimMap, DimRule, Label, Shapes
@@ -16,8 +17,7 @@ from splitjax.trace.classes import DimRef
 from splitjax.trace.flatten import FlatStep, Op
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RawLink:
+class RawLink(NamedTuple):
     """Links two runs of dims, and says what causes the link.
 
     - `left`, `right`: the runs, major first, as (value, dim).

@@ -161,8 +161,10 @@ class _Walk:
                     continue
                 self.rest.setdefault(op.outputs[0], self.numbers.get(op.inputs[0], Number()))
                 continue
-            if self._facts(op).value is not None and len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs):
-                self.numbers[op.outputs[0]] = _combine(op, self._facts(op), [self.numbers[v] for v in op.inputs])
+            stated = op.facts.rows
+            computes = stated is not None and stated.value is not None and len(op.outputs) == 1
+            if computes and all(v in self.numbers for v in op.inputs):
+                self.numbers[op.outputs[0]] = _combine(op, stated, [self.numbers[v] for v in op.inputs])
             if any(v in self.rest for v in op.inputs):
                 problem = self._step(op, behind)
                 if problem is not None and behind and any(v in self.rest and v in self.behind for v in op.inputs):

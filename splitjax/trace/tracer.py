@@ -7,7 +7,9 @@ kinds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -46,7 +48,25 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
     Raises `TraceError` when a registered dim rule does not fit its operation. Primitives without a rule do not fail
     here; they are listed in `Graph.unknown`, and planning fails if something sharded reaches them.
     """
-    flat = flatten(jaxpr)
+    with _uncollected():
+        return _analysed(flatten(jaxpr), arguments, state_results)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leaves cycles of objects uncollected meanwhile: an analysis makes some hundred thousand objects without any, and
+    the collector would look through all of them again and again, for up to a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _analysed(flat: FlatStep, arguments: Sequence[Argument], state_results: Mapping[int, int]) -> Graph:
+    """Analyses a flat step; the arguments are those of `build_graph`."""
     linked = link(flat)
     raw = [*linked.links, *tie([(flat.inputs[i], flat.outputs[o]) for i, o in state_results.items()], flat.shapes)]
     atoms, pairs = refine(linked.shapes, raw)
@@ -294,10 +314,11 @@ def _needs_no_operands(op: Op) -> bool:
 def _activation_bytes(flat: FlatStep, flow: ValueFacts) -> int:
     """Sums the bytes of forward values of the batch that some backward pass reads: operands of what is not linear."""
     kept: dict[int, int] = {}
+    widths = {dtype: itemsize(dtype) for dtype in set(flat.dtypes) if is_floating(dtype)}
     for op in flat.ops:
         if op.phase == BACKWARD or _needs_no_operands(op):
             continue
         for v in op.inputs:
-            if (flow.carrying[v] or (flow.data[v] and flow.effect[v] is not None)) and is_floating(flat.dtypes[v]):
+            if (flow.carrying[v] or (flow.data[v] and flow.effect[v] is not None)) and flat.dtypes[v] in widths:
                 kept[v] = max(kept.get(v, 0), op.trips)
-    return sum(math.prod(flat.shapes[v]) * itemsize(flat.dtypes[v]) * trips for v, trips in kept.items())
+    return sum(math.prod(flat.shapes[v]) * widths[flat.dtypes[v]] * trips for v, trips in kept.items())

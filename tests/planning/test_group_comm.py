@@ -20,7 +20,8 @@ def draft(monkeypatch):
     monkeypatch.setattr(group_comm, "crosses", lambda draft: True)
     traced = types.SimpleNamespace(graph=types.SimpleNamespace(num_boundaries=1))
     request = types.SimpleNamespace(rules=load_rules("splitbrain"))
-    return Draft(traced, MeshShape((("data", 2), ("model", 4))), request, CHOOSER)
+    shape = MeshShape((("data", 2), ("model", 4)))
+    return Draft(traced, shape, request, CHOOSER, shape)
 
 
 def peak(in_turns_bytes):

@@ -4,6 +4,14 @@ The sum is what `Plan.memory` holds and what a change of a layout is compared by
 figure where arrays do not live at the same time. The lifetimes need the program that a plan lowers to.
 """
 
-from splitjax.cost.memory.terms import LeafBytes, bytes_by_leaf, leaf_bytes, predict_memory, total_memory, use_bytes
+from splitjax.cost.memory.terms import (
+    LeafBytes,
+    bytes_by_leaf,
+    flowing_memory,
+    leaf_bytes,
+    predict_memory,
+    total_memory,
+    use_bytes,
+)
 
-__all__ = ["LeafBytes", "bytes_by_leaf", "leaf_bytes", "predict_memory", "total_memory", "use_bytes"]
+__all__ = ["LeafBytes", "bytes_by_leaf", "flowing_memory", "leaf_bytes", "predict_memory", "total_memory", "use_bytes"]

@@ -54,6 +54,19 @@ def predict_memory(
       less by consuming gradients as they come.
     """
     chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
+    return flowing_memory(graph, leaves, chain, mesh, batch_axes, group_comm, by_rows)
+
+
+def flowing_memory(
+    graph: Graph,
+    leaves: Sequence[LeafPlan],
+    chain: Sequence[WeightFlow],
+    mesh: MeshShape,
+    batch_axes: Sequence[str],
+    group_comm: str,
+    by_rows: Mapping[str, int],
+) -> Memory:
+    """Predicts what `predict_memory` does, where the flows of all uses under the layout, `chain`, are known."""
     return total_memory(
         bytes_by_leaf(leaves, mesh, group_comm, by_rows),
         [use_bytes(flow, mesh, group_comm) for flow in chain],

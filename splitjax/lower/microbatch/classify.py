@@ -205,7 +205,7 @@ class _Classifier:
                 return Mixed(info.reason if info.live else info.reason.why)
         if node.bodies:
             return self.nested(node, infos, types)
-        question = Question(node, infos, tuple(self.program.type_of(ref) for ref in node.inputs), types, self.batch)
+        question = Question(node, infos, self.program.types_of(node.inputs), types, self.batch)
         if any(info.kind == PARTIAL for info in infos):
             outcome = answer_partial(question)
         elif any(info.layout is not None for info in infos):

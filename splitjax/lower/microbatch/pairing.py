@@ -63,7 +63,7 @@ class Node:
     - `site`: equation and body indices from the forward jaxpr inwards, as in `primitives.walk`.
     - `inputs`, `outputs`: the values that it reads and writes.
     - `bodies`: the jaxprs that it runs: a loop's, or one per branch.
-    - `source`: the user's line; of the call that leads here, where a library function was traced before.
+    - `around`: the equations of the calls and loops that it stands in, outermost first.
     - `name`: of the primitive.
     """
 
@@ -73,8 +73,16 @@ class Node:
     inputs: tuple[Ref, ...]
     outputs: tuple[int, ...]
     bodies: tuple[Body, ...]
-    source: str
+    around: tuple[Any, ...]
     name: str
+
+    @property
+    def source(self) -> str:
+        """The user's line; of the call that leads here, where a library function was traced before."""
+        line = ""
+        for eqn in (*self.around, self.whole):
+            line = _source(eqn, line)
+        return line
 
     @property
     def runs_as_it_is(self) -> bool:
@@ -105,6 +113,10 @@ class PairedProgram:
     def type_of(self, ref: Ref) -> tuple[Any, Any]:
         """Returns the types of `ref`, a value or a constant, in the whole and in the part trace."""
         return (ref.whole_aval, ref.part_aval) if isinstance(ref, Const) else self.types[ref]
+
+    def types_of(self, refs: Sequence[Ref]) -> tuple[tuple[Any, Any], ...]:
+        """Returns the types of each of `refs`, as `type_of` does."""
+        return tuple(self.type_of(ref) for ref in refs)
 
 
 def pair(whole: Any, part: Any, label: str) -> PairedProgram | Refusal:
@@ -154,20 +166,22 @@ class _Pairer:
             self.refusals.append(self.refuse(eqn, why))
         return holds
 
-    def body(self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, source: str = "") -> Body | None:
+    def body(
+        self, whole: Any, part: Any, inputs: tuple[int, ...], site: Site, around: tuple[Any, ...] = ()
+    ) -> Body | None:
         """Pairs the jaxprs `whole` and `part` with the given `inputs`, which stand at `site`.
 
-        `source` is the user's line of the equation around them."""
+        `around` are the equations around them, outermost first."""
         nodes: list[Node] = []
-        outputs = self.walk(whole, part, inputs, site, nodes, source)
+        outputs = self.walk(whole, part, inputs, site, nodes, around)
         return None if outputs is None else Body(tuple(nodes), inputs, tuple(outputs))
 
     def walk(
-        self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], source: str
+        self, whole: Any, part: Any, inputs: Sequence[Ref], site: Site, nodes: list[Node], around: tuple[Any, ...]
     ) -> list[Ref] | None:
         """Adds the operations of the jaxprs `whole` and `part`, called with `inputs`, to `nodes`; returns the results.
 
-        `site` is where the jaxprs stand, and `source` the user's line of the equation around them."""
+        `site` is where the jaxprs stand, and `around` are the equations around them, outermost first."""
         (whole, whole_consts), (part, part_consts) = _compat.open_jaxpr(whole), _compat.open_jaxpr(part)
         first = next(iter(whole.eqns), None)
         if not self.require(len(whole.constvars) == len(part.constvars), first, "different constants"):
@@ -208,7 +222,7 @@ class _Pairer:
             operands = read(a.invars, b.invars, a)
             if operands is None:
                 return None
-            results = self.equation(a, b, operands, (*site, index), nodes, _source(a, source))
+            results = self.equation(a, b, operands, (*site, index), nodes, around)
             if results is None:
                 return None
             known.update(zip(a.outvars, results, strict=True))
@@ -216,24 +230,24 @@ class _Pairer:
         return read(whole.outvars, part.outvars, first)
 
     def equation(
-        self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], source: str
+        self, a: Any, b: Any, operands: Sequence[Ref], site: Site, nodes: list[Node], around: tuple[Any, ...]
     ) -> Sequence[Ref] | None:
         """Adds the equation `a` of the whole trace, paired with `b`, to `nodes`, or what it calls; returns its results.
 
-        `operands` are what it reads, `site` is where it stands, and `source` the user's line."""
+        `operands` are what it reads, `site` is where it stands, and `around` are the equations around it."""
         is_call = a.primitive.name in CALLS
         whole, part = (inline_body(a), inline_body(b)) if is_call else (None, None)
         if whole is not None and part is not None:
-            return self.walk(whole, part, operands, (*site, 0), nodes, source)
+            return self.walk(whole, part, operands, (*site, 0), nodes, (*around, a))
         results = tuple(self.number(x.aval, y.aval) for x, y in zip(a.outvars, b.outvars, strict=True))
-        bodies = self.bodies(a, b, site, source) if is_call else ()
+        bodies = self.bodies(a, b, site, (*around, a)) if is_call else ()
         if bodies is None:
             return None
-        nodes.append(Node(a, b, site, tuple(operands), results, bodies, source, a.primitive.name))
+        nodes.append(Node(a, b, site, tuple(operands), results, bodies, around, a.primitive.name))
         return results
 
-    def bodies(self, a: Any, b: Any, site: Site, source: str) -> tuple[Body, ...] | None:
-        """Pairs the bodies that the equations `a` and `b` at `site` run; `source` is the user's line."""
+    def bodies(self, a: Any, b: Any, site: Site, around: tuple[Any, ...]) -> tuple[Body, ...] | None:
+        """Pairs the bodies that the equations `a` and `b` at `site` run; `around` are the equations around these."""
         whole, part = _bodies(a), _bodies(b)
         if not self.require(len(whole) == len(part), a, "different numbers of branches"):
             return None
@@ -243,7 +257,7 @@ class _Pairer:
             if not self.require(len(first) == len(second), a, "different numbers of operands"):
                 return None
             inputs = tuple(self.number(v.aval, w.aval) for v, w in zip(first, second, strict=True))
-            body = self.body(x, y, inputs, (*site, index), source)
+            body = self.body(x, y, inputs, (*site, index), around)
             if body is None:
                 return None
             bodies.append(body)

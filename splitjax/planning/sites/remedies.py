@@ -23,7 +23,7 @@ from splitjax.cost.convolutions import LocalConvolution
 from splitjax.errors import PartitionerError
 from splitjax.mesh import MeshShape
 from splitjax.partitioner import COVERED, Action, Defect, Touched, defect_named, defect_of
-from splitjax.plan import Constraint, LeafPlan, spec_text
+from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
 from splitjax.planning.sites.constraints import FREE
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.trace.flatten import FlatStep, Op, flatten
@@ -183,11 +183,11 @@ def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
     order than that of `mesh`, beside another split dim. Rules never give such a layout; a plan that was edited, or
     sharded state on three axes, may."""
     for leaf in leaves:
-        layouts = [(leaf.spec, leaf.axes_by_dim)]
-        if leaf.gradient is not None:
-            layouts.append((leaf.gradient, leaf.gradient_axes_by_dim))
-        for spec, by_dim in layouts:
-            split = [axes for dim in by_dim if (axes := tuple(axis for axis in dim if axis in mesh.wide))]
+        for spec in (leaf.spec, leaf.gradient or ()):
+            dims = [entry for entry in spec if entry is not None]
+            if len(dims) < 2:
+                continue
+            split = [axes for dim in dims if (axes := tuple(axis for axis in spec_axes((dim,)) if axis in mesh.wide))]
             if len(split) > 1 and any(mesh.in_order(axes) != axes for axes in split):
                 row = defect_named("axes-out-of-mesh-order")
                 raise PartitionerError(
