@@ -74,7 +74,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._states = GivenStates(recipe.name, recipe.options, recipe.donate)
-        self._can_run = False  # until the mesh was seen to have devices
+        self._spans_processes: bool | None = None  # until the mesh was seen to have devices
         self._methods = Methods(recipe.fn, decorate)
 
     @overload
@@ -107,13 +107,12 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         """Runs one call, made in `frame`."""
         if kwargs or self._recipe.keywords:
             args = positional(self._recipe.fn, args, kwargs)
-        if not self._can_run:  # said before the batch is held against the mesh
-            with_devices(self.mesh, f"call of {self._recipe.name}")
-            self._can_run = True
+        if self._spans_processes is None:  # said before the batch is held against the mesh
+            self._spans_processes = with_devices(self.mesh, f"call of {self._recipe.name}").is_multi_process
         entry = self._programs.settled(self._programs.last or self._programs.entry(args))
         if self._recipe.donate and self._states.check(args):  # before the call: see `compile.placement.unshare`
             args = unshare(args, self._recipe.options.state_argnums)
-        if isinstance(self.mesh, jax.sharding.Mesh) and self.mesh.is_multi_process:
+        if self._spans_processes:
             args, entry = self._programs.across_processes(args)
         try:
             try:

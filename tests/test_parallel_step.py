@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,25 @@ def test_bare_called_and_as_a_function():
     assert bare.__name__ == "toy" and bare.__wrapped__ is toy
     state, metrics = called(toy_state(), BATCH)
     assert set(metrics) == {"loss"} and state["w"].sharding.spec == PartitionSpec(None, "model")
+
+
+def test_a_call_of_a_program_that_has_run_goes_through_few_functions():
+    """What a call adds to `jax.jit`'s is microseconds (`python -m benchmarks overhead`): a sentence made for an error
+    that does not come costs as much as all of them."""
+    step, state = splitjax.parallelize(toy, donate=False), toy_state()
+    step(state, BATCH)
+    package, entered = os.path.dirname(splitjax.__file__), []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        step(state, BATCH)
+    finally:
+        sys.setprofile(None)
+    assert 1 <= len(entered) <= 10, entered
 
 
 def test_a_given_mesh_is_used_as_it_is():

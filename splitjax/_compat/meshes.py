@@ -19,6 +19,9 @@ from splitjax._compat.jaxprs import NO_EFFECTS
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Equal meshes are one object, so that asking whether there is none is cheap in every call of a step.
+_NO_MESH = AbstractMesh((), ())
+
 
 def axes_of_size_one_are_no_types() -> Any:
     """Returns a context manager under which types of arrays name no mesh axis of size 1: every layout is the same."""
@@ -50,7 +53,8 @@ def outside_mesh(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if jax.sharding.get_abstract_mesh().empty:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh is _NO_MESH or mesh.empty:
             return fn(*args, **kwargs)
         # Within another trace the mesh of its devices is that trace's, and cannot be set.
         is_outermost = core_internal.trace_state_clean()

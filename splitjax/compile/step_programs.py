@@ -137,7 +137,6 @@ class StepPrograms:
         """Runs the program that `entry` has for the next step on the arguments `args` of a call, and keeps what it
         observed and what rounding took away. Returns the step's result. Raises `SignatureChanged` where the arguments
         are not the entry's."""
-        with_devices(self.mesh, f"call of {self._recipe.name}")
         program = entry.program(self.kept.num_steps)
         operands = args if entry.sparse is None else entry.operands(args, self.kept.residuals_of(entry))
         if self._meetings:
