@@ -29,6 +29,14 @@ NARROW = {
     "dlrm": {"field_sizes": (5, 3, 7), "num_dense": 2, "embedding_width": 4, "bottom_features": (6,), "features": 8},
 }
 
+# They take long to compile, and call nothing of JAX that others do not.
+LARGE = ("vgg16", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "efficientnet_b0")
+
+
+def once(*values):
+    """Values that one version of Python and JAX is enough for."""
+    return pytest.param(*values, marks=pytest.mark.one_version)
+
 
 def flat(tree):
     return {".".join(path): leaf for path, leaf in traverse_util.flatten_dict(tree).items()}
@@ -177,7 +185,8 @@ def test_logits_have_the_right_shape_at_full_size(name):
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [(name, {}) for name in models.NAMES] + [("resnet18", {"stem": "imagenet"}), ("transformer", {"tied": True})],
+    [once(name, {}) if name in LARGE else (name, {}) for name in models.NAMES]
+    + [once("resnet18", {"stem": "imagenet"}), ("transformer", {"tied": True})],
 )
 def test_linen_and_nnx_compute_the_same(name, more):
     linen, variables, model = twins(name, **NARROW[name], **more)
@@ -221,7 +230,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_parameters(name, library):
 @pytest.mark.parametrize(
     ("name", "library"),
     [(name, library) for name in ("vgg11", "resnet18", "mlp", "transformer") for library in models.LIBRARIES]
-    + [("mobilenet_v2", "nnx"), ("efficientnet_b0", "linen"), ("convnext_tiny", "nnx")]
+    + [once("mobilenet_v2", "nnx"), once("efficientnet_b0", "linen"), once("convnext_tiny", "nnx")]
     + [("lstm", "linen"), ("deepfm", "linen"), ("dlrm", "nnx")],
 )
 def test_dropout_acts_in_training_only(name, library):
@@ -251,7 +260,7 @@ def test_dropout_acts_in_training_only(name, library):
     np.testing.assert_array_equal(*still)
 
 
-@pytest.mark.parametrize("name", ["efficientnet_b0", "convnext_tiny"])
+@pytest.mark.parametrize("name", [once("efficientnet_b0"), "convnext_tiny"])
 def test_stochastic_depth_skips_blocks_for_whole_examples(name):
     """An example either skips a block or has all of it: of examples that are alike there are at most two kinds for each
     block."""

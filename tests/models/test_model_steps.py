@@ -33,6 +33,14 @@ NARROW = {
 }
 
 
+def once(name):
+    """A model that one version of Python and JAX is enough for: what it calls of JAX, others call too."""
+    return pytest.param(name, marks=pytest.mark.one_version)
+
+
+LARGE = [once(name) for name in ("mobilenet_v2", "efficientnet_b0", "convnext_tiny")]  # they take long to compile
+
+
 def build_small(name, library="linen", **options):
     """A model that compiles quickly. The ResNet is of one block, the only small one with batch norm."""
     spec = models.build(name, library=library, **NARROW[name], **options)
@@ -65,9 +73,7 @@ def close(ours, theirs, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "name", ["vgg11", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "mlp", "transformer"]
-)
+@pytest.mark.parametrize("name", ["vgg11", "resnet18", "mlp", "transformer", *LARGE])
 def test_training_reduces_the_loss(name):
     spec = build_small(name)
     init_fn, train_step, eval_step = models.make_step(spec, optax.sgd(0.05, momentum=0.9))
@@ -94,9 +100,7 @@ def test_nnx_training_reduces_the_loss(name):
     assert set(nnx.eval_shape(eval_step, model, batch)) == {"loss", "accuracy", "correct"}
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "transformer", "resnet18", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "deepfm", "dlrm"]
-)
+@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet18", "deepfm", *LARGE, once("dlrm")])
 def test_a_linen_step_and_an_nnx_step_are_the_same(name):
     linen, nnx_ = (build_small(name, library) for library in models.LIBRARIES)
     tx = optax.sgd(0.1, momentum=0.9)

@@ -73,7 +73,11 @@ QUICK = {
     "transformer": ("splitbrain", "fsdp", "megatron"),
 }
 SHIPPED = [
-    pytest.param(name, rules, marks=() if rules in quick else pytest.mark.slow)
+    pytest.param(
+        name,
+        rules,
+        marks=pytest.mark.slow if rules not in quick else () if rules in quick[:1] else pytest.mark.one_version,
+    )
     for name, quick in QUICK.items()
     for rules in RULES
 ]
