@@ -162,8 +162,8 @@ class _Walk:
                 self.rest.setdefault(op.outputs[0], self.numbers.get(op.inputs[0], Number()))
                 continue
             stated = op.facts.rows
-            computes = stated is not None and stated.value is not None and len(op.outputs) == 1
-            if computes and all(v in self.numbers for v in op.inputs):
+            computes = len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs)
+            if computes and stated is not None and stated.value is not None:
                 self.numbers[op.outputs[0]] = _combine(op, stated, [self.numbers[v] for v in op.inputs])
             if any(v in self.rest for v in op.inputs):
                 problem = self._step(op, behind)
