@@ -62,7 +62,14 @@ def test_every_seam_has_its_section():
         assert f"[splitjax.{'rules' if name == 'rule set' else {'policy': 'policies'}.get(name, name + 's')}]" in text
 
 
-@pytest.mark.parametrize("name", ["scheme", "policy", "model", "rule set", "primitive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scheme",
+        "primitive",
+        *(pytest.param(name, marks=pytest.mark.one_version) for name in ("policy", "model", "rule set")),
+    ],
+)
 def test_one_file_and_one_test(name, tmp_path):
     install(sections()[name], tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\n")  # and not splitjax's own options
