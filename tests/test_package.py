@@ -56,7 +56,6 @@ HEAVY = (
     "orbax",
     "rich",
     "sklearn",
-    "tyro",
     "splitjax.cli",
     "splitjax.data",
     "splitjax.measure",

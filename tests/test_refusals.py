@@ -21,7 +21,7 @@ OLD_FILE = "the file is left aside, whatever is wrong with it"
 
 # Where one of the package's own errors is caught and not raised again: how often, and why.
 CAUGHT = {
-    "cli/__init__.py: main": (2, ENDS_A_COMMAND),
+    "cli/__init__.py: main": (1, ENDS_A_COMMAND),
     "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
     "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),
     "runtime/checkpoint/carrying.py: put_together": (1, OLD_FILE),
@@ -106,6 +106,29 @@ def test_every_exception_is_an_error_for_users():
         for file in sorted((ROOT / "splitjax").rglob("*.py"))
     }
     assert other_exceptions(files) == set(NO_ERROR_FOR_USERS)
+
+
+def test_every_error_for_users_has_a_remedy():
+    files = {
+        file.relative_to(ROOT / "splitjax").as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for file in sorted((ROOT / "splitjax").rglob("*.py"))
+    }
+    for_users = own_errors(files) - {name.split()[-1] for name in other_exceptions(files)}
+    assert [f"{file}:{line}" for file, tree in files.items() for line in without_remedy(tree, for_users)] == []
+
+
+def without_remedy(tree: ast.AST, errors: set[str]) -> Iterator[int]:
+    """Lines on which one of `errors` is made with a message and without a remedy. One that is made of another's fields
+    (`**fields`) has what that has."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in errors:
+            if not {"remedy", None} & {keyword.arg for keyword in node.keywords}:
+                yield node.lineno
+
+
+def test_an_error_without_remedy_is_seen():
+    tree = ast.parse("raise MyError('no')\nraise MyError('no', remedy='do')\nraise MyError(**fields)\nOther('no')")
+    assert list(without_remedy(tree, {"MyError"})) == [1]
 
 
 def other_exceptions(files: Mapping[str, ast.AST]) -> set[str]:

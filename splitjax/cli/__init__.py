@@ -8,20 +8,26 @@ a wrong option does.
 from __future__ import annotations
 
 import atexit
+import itertools
+import platform
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-import tyro
+import jax
 from rich.console import Console
 from rich.text import Text
 
+import splitjax
 from splitjax.cli._interrupt import end_cleanly, ignore_when_done
+from splitjax.cli._options import CommandOptions
+from splitjax.cli._output import STANDARD_OUTPUT
 from splitjax.cli._train_options import expand_config
 from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
 from splitjax.cli.launch import Launch
+from splitjax.cli.line.helping import print_help, print_overview
+from splitjax.cli.line.reading import command_named, read
 from splitjax.cli.lint import Lint
 from splitjax.cli.plan import ShowPlan
 from splitjax.cli.profile import ShowProfile
@@ -38,47 +44,65 @@ _LEAST_COLUMNS = 20
 USER_ERROR = 2
 INTERRUPTED = 130
 
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[ShowPlan, tyro.conf.subcommand("plan")]
-    | Annotated[ShowReport, tyro.conf.subcommand("report")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[ShowProfile, tyro.conf.subcommand("profile")]
-    | Annotated[Launch, tyro.conf.subcommand("launch")]
-    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-    | Annotated[Lint, tyro.conf.subcommand("lint")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+DESCRIPTION = (
+    "Decorate a JAX training step, and it trains on many devices with the numbers of one. The commands below work on"
+    " shipped models, on those of packages, and on your own as module:factory."
 )
+COMMANDS: dict[str, type[CommandOptions]] = {
+    "demo": Demo,
+    "train": Train,
+    "plan": ShowPlan,
+    "report": ShowReport,
+    "verify": Verify,
+    "profile": ShowProfile,
+    "launch": Launch,
+    "simulate": Simulate,
+    "lint": Lint,
+    "doctor": Doctor,
+}
+_HELP = ("--help", "-h")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` name, those of the process if not given, and returns the exit status: 0, 1
     (findings), 2 (the user's mistake) or 130 (Ctrl-C)."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["train"]:
-        try:
-            arguments = ["train", *expand_config(arguments[1:])]
-        except SplitjaxError as error:
-            print_error(error, Console(stderr=True))
-            return USER_ERROR
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]  # a union of commands, which tyro takes and its types do not say
-        prog="splitjax",
-        description="Train a JAX step on many devices with the same numbers.",
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
-    )
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words or words[0] in (*_HELP, "help") and len(words) == 1:
+        print_overview(Console(), DESCRIPTION, COMMANDS)
+        return 0 if words else USER_ERROR
+    if words[0] in ("--version", "-V"):
+        print(version_text())
+        return 0
+    if words[0] == "help":
+        words = [words[1], "--help"]
+    traceback = False
     try:
-        return command.run(Console())
+        name = command_named(words, COMMANDS)
+        words = words[1:]
+        if _asks_for_help(words):
+            print_help(Console(), name, COMMANDS[name])
+            return 0
+        command = read(expand_config(words) if name == "train" else words, COMMANDS[name], name)
+        traceback = command.traceback
+        return command.run(Console(stderr=command.json == STANDARD_OUTPUT))
     except SplitjaxError as error:
-        if command.traceback:
+        if traceback:
             raise
         print_error(error, Console(stderr=True))
         return USER_ERROR
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted", style="red")
         return INTERRUPTED
+
+
+def version_text() -> str:
+    """Returns the version of splitjax, and of what it runs on."""
+    return f"splitjax {splitjax.__version__} (JAX {jax.__version__}, Python {platform.python_version()})"
+
+
+def _asks_for_help(words: Sequence[str]) -> bool:
+    """Whether help is asked for in front of two dashes: behind them stands another program's line."""
+    return any(word in _HELP for word in itertools.takewhile(lambda word: word != "--", words))
 
 
 def print_error(error: SplitjaxError, console: Console) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
 from splitjax.cli import _session
 from splitjax.cli._options import (
+    DEFAULT_MODEL,
+    CommandOptions,
     GroupComm,
     Library,
     MeshText,
@@ -18,13 +21,13 @@ from splitjax.cli._options import (
     ModelOption,
     OptimizerName,
     RoleTexts,
-    Traceback,
     check_positive,
     import_from_here,
     parse_mesh,
     parse_model_options,
 )
 from splitjax.cli._output import print_value, write_page
+from splitjax.cli._waiting import Say, waiting
 
 if TYPE_CHECKING:
     from splitjax.cli._models import Planned
@@ -39,10 +42,10 @@ class Page(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelCommand(Traceback):
+class ModelCommand(CommandOptions):
     """A command that looks at a model's training step without making the model."""
 
-    model: ModelName = "vgg16"
+    model: ModelName = DEFAULT_MODEL
     """Which model: vgg11, vgg16, resnet18, resnet50, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small,
     efficientnet_b0, convnext_tiny, mlp, transformer, lstm, deepfm, dlrm; a name that an installed package declares; or
     package.module:factory, imported from the current folder too."""
@@ -70,8 +73,6 @@ class ModelCommand(Traceback):
     """Width of the last layer; the model's own default if not given."""
     width: float | None = None
     """Multiplies the channels of convolutions, for models that have such an option."""
-    json: pathlib.Path | None = None
-    """Write it to this file too."""
     html: pathlib.Path | None = None
     """Write it as a page to this file too."""
 
@@ -91,6 +92,10 @@ class ModelCommand(Traceback):
             self.optimizer,
             self.batch_size,
         )
+
+    def busy(self, doing: str) -> AbstractContextManager[Say]:
+        """Returns a block during which a terminal shows what the command is `doing` with the model's step."""
+        return waiting(f"{doing} the step of {self.model} for {parse_mesh(self.mesh)}")
 
     def show(self, console: Console, planned: Planned, shown: Page, name: str) -> None:
         """Prints a plan, a report or a verification, and writes its page where `--html` asks for it.

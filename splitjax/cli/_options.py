@@ -5,24 +5,27 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import tyro
+from rich.console import Console
 
 from splitjax._registry import is_reference
+from splitjax.cli.line.fields import Shown
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 from splitjax.roles import Role, read_roles
 
-ModelName = Annotated[str, tyro.conf.arg(metavar="NAME|MODULE:FACTORY")]
-ModelOption = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]
+ModelName = Annotated[str, Shown(metavar="NAME|MODULE:FACTORY")]
+ModelOption = Annotated[tuple[str, ...], Shown(metavar="KEY=VALUE", adds_up=True)]
 Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
-MeshText = Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")]
-RoleTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=ROLE")]
+DEFAULT_MODEL = "vgg11"
+MeshText = Annotated[str, Shown(metavar="AXIS=SIZE,...")]
+RoleTexts = Annotated[tuple[str, ...], Shown(metavar="AXIS=ROLE", adds_up=True)]
 
 
 class OptionValueError(SplitjaxError, ValueError):
@@ -107,8 +110,14 @@ def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traceback:
-    """The option that every command has."""
+class CommandOptions:
+    """The options that every command has."""
 
+    json: pathlib.Path | None = dataclasses.field(default=None, kw_only=True)
+    """Write it to this file too; - writes it to the standard output, and all else to the standard error."""
     traceback: bool = dataclasses.field(default=False, kw_only=True)
     """Show the Python traceback of an error too."""
+
+    def run(self, console: Console) -> int:
+        """Runs the command, printing on the `console`, and returns the exit status."""
+        raise NotImplementedError

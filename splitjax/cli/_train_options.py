@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import pathlib
 import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from splitjax.cli._options import GroupComm, ModelName, ModelOption, OptionValueError, RoleTexts, parse_model_options
+from splitjax.cli._options import (
+    DEFAULT_MODEL,
+    GroupComm,
+    MeshText,
+    ModelName,
+    ModelOption,
+    OptionValueError,
+    RoleTexts,
+    parse_model_options,
+)
+from splitjax.cli.line.reading import config_file, near
 from splitjax.codec.toml_text import parse_toml
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "adafactor", "adagrad"]
@@ -42,7 +51,7 @@ class DataOptions:
 class ModelOptions:
     """Choose what to train. An option that the model lacks is an error."""
 
-    model: ModelName = "vgg16"
+    model: ModelName = DEFAULT_MODEL
     """Which model: vgg11, vgg16, resnet18, resnet50, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small,
     efficientnet_b0, convnext_tiny, mlp, transformer, lstm, deepfm, dlrm; a name that an installed package declares; or
     package.module:factory, imported from the current folder too."""
@@ -123,7 +132,7 @@ class OptimizerOptions:
 class LayoutOptions:
     """Choose where arrays lie."""
 
-    mesh: str | None = None
+    mesh: MeshText | None = None
     """Mesh axes and their sizes, as data=2,model=4; all devices on data if not given."""
     role: RoleTexts = ()
     """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
@@ -209,27 +218,20 @@ GROUPS = {
 
 
 def expand_config(arguments: Sequence[str]) -> list[str]:
-    """Returns the `arguments` of `train` with those of its `--config FILE` in front, so that the command line has the
-    last word.
+    """Returns the `arguments` of `train` with those of its `--config FILE` in front, but for options that `arguments`
+    name too: the command line has the last word.
 
     Raises `OptionValueError` for a file that is missing or not TOML, and for a key that is no option.
     """
-    rest = list(arguments)
-    file = None
-    for number, argument in enumerate(rest):
-        if argument == "--config" and number + 1 < len(rest):
-            file = pathlib.Path(rest[number + 1])
-            del rest[number : number + 2]
-            break
-        if argument.startswith("--config="):
-            file = pathlib.Path(argument.removeprefix("--config="))
-            del rest[number]
-            break
+    file, rest = config_file(arguments)
     if file is None:
         return rest
+    said = {word.partition("=")[0].replace("_", "-") for word in rest}
     given: list[str] = []
     for name, value in _read(file).items():
-        given += _as_arguments(name, value, file)
+        words = _as_arguments(name, value, file)
+        # Words of both would come together where an option takes several.
+        given += words if words and words[0] not in said else []
     return [*given, *rest]
 
 
@@ -260,14 +262,11 @@ def _fields() -> dict[str, dataclasses.Field]:
 def _check_name(name: str, file: pathlib.Path) -> None:
     known = _fields()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
         raise OptionValueError(
-            "the file names an option that train does not have",
+            "the file names an option that train does not have" + near(name, known),
             value=name,
             place=str(file),
-            remedy=f"did you mean {close[0]}?"
-            if close
-            else "see splitjax train --help; names are written with underscores",
+            remedy="see splitjax train --help; names are written with underscores",
         )
 
 

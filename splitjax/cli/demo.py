@@ -7,14 +7,15 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import MeshText, Traceback, check_positive, parse_mesh
-from splitjax.cli._output import print_value
+from splitjax.cli._options import DEFAULT_MODEL, CommandOptions, MeshText, check_positive, parse_mesh
+from splitjax.cli._output import print_value, write_json
+from splitjax.cli._waiting import waiting
 from splitjax.errors import DataError
 from splitjax.mesh import MeshShape
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Demo(Traceback):
+class Demo(CommandOptions):
     """Train a small VGG on real images, sharded over virtual devices of this machine; takes about two minutes."""
 
     data: Literal["digits", "cifar10"] = "digits"
     """Images: scikit-learn's handwritten digits, which it brings along, or CIFAR-10 from --data-dir."""
     data_dir: pathlib.Path | None = None
     """Folder with CIFAR-10's binary files (cifar-10-batches-bin)."""
-    model: Literal["vgg11", "vgg16"] = "vgg11"
+    model: Literal["vgg11", "vgg16"] = DEFAULT_MODEL
     """Which model."""
     width: float = 0.25
     """Multiplies the channels of every convolution."""
@@ -88,7 +89,8 @@ class Demo(Traceback):
         from splitjax.cli._memory import comparison
         from splitjax.cli._plot import write_plot
 
-        uses = compare_memory(trained, mesh)
+        with waiting("compiling the step of data parallelism too, to compare its memory"):
+            uses = compare_memory(trained, mesh)
         print_value(comparison(*uses), console)
         trained.plan.save(output_dir / "plan.json")
         title = f"{self.model} on {dataset.name}, {mesh}: test accuracy {trained.test_accuracy:.2%}"
@@ -97,7 +99,9 @@ class Demo(Traceback):
         else:
             console.print("no plot: matplotlib is not installed (pip install 'splitjax[demo]')")
         console.print(f"plan: {output_dir / 'plan.json'}", highlight=False)
-        console.print(f"total {time.monotonic() - begin:.0f} s", highlight=False)
+        seconds = time.monotonic() - begin
+        write_json(self.json, demo_json(self, trained, uses, seconds), console)
+        console.print(f"total {seconds:.0f} s", highlight=False)
         return 0
 
     def load(self) -> Dataset:
@@ -187,17 +191,18 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
 
     key = jax.random.key(options.seed)
     batch_shapes = spec.example(options.batch_size)
-    with console.status("making the state, sharded"):
+    with waiting(f"planning the step of {options.model} and making its state, sharded"):
         state = parallel_step.init(init_fn, key, example=(batch_shapes,))
-    plan = parallel_step.plan(state, batch_shapes)
+        plan = parallel_step.plan(state, batch_shapes)
     losses, accuracies = [], []
-    with TrainingProgress(console, num_steps, options.batch_size) as progress:
+    live = Console(stderr=True)
+    with TrainingProgress(console, num_steps, options.batch_size, live=live) as progress:
         for batch in options.batches(dataset):
             state, metrics = parallel_step(state, batch)
             losses.append(float(metrics["loss"]))
             accuracies.append(float(metrics["accuracy"]))
             progress.update(losses[-1], accuracies[-1])
-    with console.status("testing"):
+    with waiting("compiling the test, and testing"):
         num_correct = sum(float(evaluate(state, batch)["correct"]) for batch in options.test_batches(dataset))
     return Trained(
         (init_fn, key),
@@ -210,6 +215,23 @@ def train(options: Demo, dataset: Dataset, mesh: MeshShape, console: Console) ->
         num_correct / dataset.test["label"].shape[0],
         len(parallel_step.compiles),
     )
+
+
+def demo_json(options: Demo, trained: Trained, uses: Sequence[MemoryUse], seconds: float) -> dict[str, Any]:
+    """Returns what the demo found as `--json` writes it: `trained` under the `options`, the memory of two ways to train
+    (`uses`), and the `seconds` that all took."""
+    return {
+        "model": options.model,
+        "data": options.data,
+        "mesh": options.mesh,
+        "rules": options.rules,
+        "test_accuracy": trained.test_accuracy,
+        "losses": trained.losses,
+        "accuracies": trained.accuracies,
+        "num_compiles": trained.num_compiles,
+        "memory": [dataclasses.asdict(use) for use in uses],
+        "seconds": seconds,
+    }
 
 
 def compare_memory(trained: Trained, mesh: MeshShape) -> tuple[MemoryUse, MemoryUse]:

@@ -16,8 +16,10 @@ from rich.console import Console
 
 import splitjax
 from splitjax.cli import _session
-from splitjax.cli._options import Traceback
-from splitjax.cli._output import print_value
+from splitjax.cli._checks import Check, check_collectives, check_folder
+from splitjax.cli._options import CommandOptions
+from splitjax.cli._output import print_value, write_json
+from splitjax.cli._waiting import waiting
 from splitjax.display.document import Document, Pairs, Paragraph, Section
 
 PACKAGES = (
@@ -35,18 +37,36 @@ PACKAGES = (
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
+# Devices that are shown where there is no accelerator: enough for a mesh of two axes.
+VIRTUAL_DEVICES = 8
+FAILED = 1
+
+
 @dataclasses.dataclass(frozen=True)
-class Doctor(Traceback):
-    """Show versions, devices and settings of this machine, with advice."""
+class Doctor(CommandOptions):
+    """Show versions, devices and settings of this machine, try its collectives and a folder for checkpoints, and give
+    advice. Exits with 1 if a try fails."""
+
+    checkpoint_dir: pathlib.Path = pathlib.Path()
+    """Folder that is tried for checkpoints."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
-        _session.quiet_absent_tpu()
-        import jax
+        flags = os.environ.get("XLA_FLAGS", "")
+        _session.start(VIRTUAL_DEVICES, platform="auto")
+        with waiting("starting the devices") as say:
+            import jax
 
-        devices = jax.devices()
-        print_value(doctor_document(devices), console)
-        return 0
+            devices = jax.devices()
+            say(f"compiling and running collectives over {len(devices)} devices")
+            checks = [check_collectives(devices)]
+            say(f"writing to {self.checkpoint_dir.absolute()}")
+            checks.append(check_folder(self.checkpoint_dir))
+        known = facts(devices, flags)
+        print_value(doctor_document(known, checks, advice(devices)), console)
+        found = {"facts": dict(known), "checks": list(map(dataclasses.asdict, checks))}
+        write_json(self.json, {**found, "advice": advice(devices)}, console)
+        return 0 if all(check.passed for check in checks) else FAILED
 
 
 class MachineDevice(Protocol):
@@ -63,14 +83,25 @@ class MachineDevice(Protocol):
         ...
 
 
-def doctor_document(devices: Sequence[MachineDevice]) -> Document:
-    """Makes the document of this machine with these `devices`: what there is, then what to do."""
-    pairs = Pairs(tuple((name, (value,)) for name, value in facts(devices)))
-    return Document("", (Section("this machine", (pairs,)), Section("advice", tuple(map(Paragraph, advice(devices))))))
+def doctor_document(known: Sequence[tuple[str, str]], checks: Sequence[Check], advices: Sequence[str]) -> Document:
+    """Makes the document of this machine: what is `known` of it, what the `checks` found, what to do (`advices`)."""
+    pairs = Pairs(tuple((name, (value,)) for name, value in known))
+    tried = tuple(
+        (check.name, (f"{'good' if check.passed else 'FAILED'}: {check.found} ({check.seconds:.1f} s)",))
+        for check in checks
+    )
+    remedies = [f"{check.name}: {check.remedy}" for check in checks if check.remedy]
+    parts = (
+        Section("this machine", (pairs,)),
+        Section("tried", (Pairs(tried),)),
+        Section("advice", tuple(map(Paragraph, [*remedies, *advices]))),
+    )
+    return Document("", parts)
 
 
-def facts(devices: Sequence[MachineDevice]) -> list[tuple[str, str]]:
-    """Returns name and value of everything that decides how splitjax runs here, with these `devices`."""
+def facts(devices: Sequence[MachineDevice], flags: str = "") -> list[tuple[str, str]]:
+    """Returns name and value of everything that decides how splitjax runs here, with these `devices`, and the user's
+    `flags` for XLA."""
     kinds = sorted({f"{device.platform} ({device.device_kind})" for device in devices})
     rows = [
         ("system", platform.platform()),
@@ -86,7 +117,7 @@ def facts(devices: Sequence[MachineDevice]) -> list[tuple[str, str]]:
         ),
         ("devices", f"{len(devices)} x {', '.join(kinds)}"),
         ("virtual CPU devices", str(len(devices)) if _is_virtual(devices) else "none"),
-        ("XLA_FLAGS", os.environ.get("XLA_FLAGS") or "not set"),
+        ("XLA_FLAGS", flags or "not set"),
         ("compile cache", f"{_session.cache_dir()} ({_size_of(_session.cache_dir())})"),
     ]
     return rows
@@ -95,10 +126,16 @@ def facts(devices: Sequence[MachineDevice]) -> list[tuple[str, str]]:
 def advice(devices: Sequence[MachineDevice]) -> list[str]:
     """Returns what to do about what is missing, beside these `devices`; empty for a machine that has everything."""
     lines = []
-    if len(devices) == 1:
+    if devices[0].platform == "cpu":
         lines.append(
-            "one device: a mesh of 8 can be tried on virtual CPU devices. `splitjax demo` sets them up itself; in your"
-            f" own script set XLA_FLAGS={_session.DEVICE_COUNT_FLAG}=8 before JAX starts."
+            "no accelerator: the devices are virtual, on this machine's processor, for trying meshes and not for speed."
+            " The commands of splitjax make them themselves; in your own script call"
+            f' jax.config.update("jax_num_cpu_devices", {VIRTUAL_DEVICES}) before anything runs.'
+        )
+    elif len(devices) == 1:
+        lines.append(
+            f"one accelerator: meshes can be tried on virtual devices of the processor (--mesh data=2,model=4 of the"
+            f" commands; in your own script JAX_PLATFORMS=cpu and jax_num_cpu_devices={VIRTUAL_DEVICES})"
         )
     if _version("scikit-learn") is None or _version("matplotlib") is None:
         lines.append(

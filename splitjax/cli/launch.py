@@ -9,19 +9,19 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 
-from splitjax.cli._options import Traceback
-from splitjax.cli._output import print_value, write_file
+from splitjax.cli._options import CommandOptions
+from splitjax.cli._output import print_value, write_file, write_json
+from splitjax.cli.line.fields import Place, Shown
 from splitjax.codec import Codec, Wording
 from splitjax.display.document import Document, Section, Table
 from splitjax.errors import LaunchError
 from splitjax.runtime.launch import launch
 from splitjax.runtime.launch import output as launch_output
-from splitjax.runtime.launch.outcome import Traffic
+from splitjax.runtime.launch.outcome import LaunchOutcome, Traffic
 
 _TICK_SECONDS = 0.2
 # A terminal that closes (SIGHUP) counts too, except under nohup.
@@ -29,8 +29,10 @@ _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch(Traceback):
-    """Start a program as several processes that train together, and watch them: splitjax launch -n 4 -- python train.py
+class Launch(CommandOptions):
+    """Start a program as several processes that train together, and watch them.
+
+    splitjax launch -n 4 -- python train.py
 
     Every process that imports splitjax joins the run by itself, and then sees the devices of all. If a worker fails,
     the others are ended too, and with --restarts all are started again. Ctrl-C or SIGTERM asks the workers to save a
@@ -40,9 +42,9 @@ class Launch(Traceback):
     plus the number of the signal that killed it; with 130 after Ctrl-C, and with 143 after SIGTERM.
     """
 
-    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND [ARGUMENT ...]")] = ()
+    command: Annotated[tuple[str, ...], Shown(metavar="-- COMMAND [ARGUMENT ...]", place=Place.REST)] = ()
     """What to start, behind two dashes."""
-    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    num_processes: Annotated[int, Shown(short="-n")] = 1
     """How many worker processes to start."""
     restarts: int = 0
     """How often to start all workers again after a failure."""
@@ -78,8 +80,9 @@ class Launch(Traceback):
     least_processes: int = 1
     """Fewest workers with which the run goes on."""
     standby: bool = True
-    """Start a process ahead, which imports what the workers import, and fork the workers of a restart from it."""
-    bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    """Do not start a process ahead, which imports what the workers import, and from which the workers of a restart are
+    forked."""
+    bandwidth: Annotated[str | None, Shown(metavar="RATE")] = None
     """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and
     report the bytes that it really sent."""
     network_json: pathlib.Path | None = None
@@ -107,6 +110,7 @@ class Launch(Traceback):
                     num_seen = len(signals)
             if run.network is not None:
                 self._report(outcome.traffic, run.network.bits_per_second)
+            write_json(self.json, outcome_json(outcome), console)
             return outcome.status
 
     def _report(self, traffic: tuple[Traffic, ...], bits_per_second: int) -> None:
@@ -132,6 +136,29 @@ def traffic_document(title: str, traffic: Sequence[Traffic]) -> Document:
     rows = tuple((str(worker.rank), f"{worker.sent_bytes:,}", f"{worker.received_bytes:,}") for worker in traffic)
     table = Table.of(("worker", "sent (bytes)", "received (bytes)"), rows, range(3))
     return Document("", (Section(title, (table,)),))
+
+
+def outcome_json(outcome: LaunchOutcome) -> dict[str, Any]:
+    """Returns how a run went (`outcome`) as `--json` writes it: its exit status, and of every attempt its steps, its
+    reason to end and how each worker ended."""
+    return {
+        "status": outcome.status,
+        "attempts": [
+            {
+                "number": attempt.number,
+                "started_unix_seconds": attempt.started_unix_seconds,
+                "completed_step": attempt.completed_step,
+                "failed_worker": None if attempt.failed is None else attempt.failed.rank,
+                "reason": attempt.reason,
+                "workers": [
+                    {"rank": end.rank, "code": end.code, "seconds": end.seconds, "end": str(end)}
+                    for end in sorted(attempt.exits, key=lambda end: end.rank)
+                ],
+            }
+            for attempt in outcome.attempts
+        ],
+        "traffic": [dataclasses.asdict(worker) for worker in outcome.traffic],
+    }
 
 
 @contextlib.contextmanager

@@ -6,24 +6,24 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
 from rich.console import Console
 
 from splitjax.cli import _session
 from splitjax.cli._options import (
+    CommandOptions,
     Library,
     MeshText,
     ModelName,
     ModelOption,
     OptimizerName,
     RoleTexts,
-    Traceback,
     check_positive,
     import_from_here,
     parse_mesh,
     parse_model_options,
 )
-from splitjax.cli._output import print_value
+from splitjax.cli._output import print_value, write_json
+from splitjax.cli.line.fields import Place, Shown
 from splitjax.display.document import Column, Document, Table
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ _SEVERITIES = ("error", "warning", "info")
 
 
 @dataclasses.dataclass(frozen=True)
-class Lint(Traceback):
+class Lint(CommandOptions):
     """Check a rule set; exits with 1 if it finds errors."""
 
-    rules: Annotated[str, tyro.conf.Positional]
+    rules: Annotated[str, Shown(metavar="RULES", place=Place.POSITIONAL)]
     """A shipped rule set, one that an installed package declares, the path of a TOML file, or package.module:RULES."""
     model: ModelName | None = None
     """Check also what the rules match in this model, and on the mesh: a name, or package.module:factory, imported from
@@ -86,6 +86,9 @@ class Lint(Traceback):
             against = f"against {self.model} on {mesh}"
         title = f"rule set {rules.name}: {len(rules.rules)} rules, checked {against}"
         print_value(lint_document(title, findings), console)
+        write_json(
+            self.json, {"title": title, "findings": list(map(dataclasses.asdict, findings))}, console, "findings"
+        )
         return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 

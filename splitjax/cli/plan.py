@@ -8,26 +8,25 @@ import pathlib
 from rich.console import Console
 
 from splitjax.cli._model_command import ModelCommand
-from splitjax.cli._output import write_file
+from splitjax.cli._output import write_file, write_json
 
 
 @dataclasses.dataclass(frozen=True)
 class ShowPlan(ModelCommand):
     """Show how a model would be laid out on a mesh, and why, without making the model."""
 
-    json: pathlib.Path | None = None
-    """Write the plan to this file too; `parallelize(plan=FILE)` pins it."""
+    json: pathlib.Path | None = dataclasses.field(default=None, kw_only=True)
+    """Write the plan to this file too, for `parallelize(plan=FILE)`, which pins it; - for the standard output."""
     svg: pathlib.Path | None = None
     """Draw it to this file too: a bar a layer, for light and dark pages."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
-        planned = self.planned()
-        plan = planned.step.plan(*planned.arguments)
+        with self.busy("planning"):
+            planned = self.planned()
+            plan = planned.step.plan(*planned.arguments)
         self.show(console, planned, plan, "plan")
-        if self.json is not None:
-            plan.save(self.json)
-            console.print(f"plan: {self.json}", highlight=False)
+        write_json(self.json, plan.to_json(), console, "plan")
         if self.svg is not None:
             from splitjax.report.plan_picture import plan_svg
 

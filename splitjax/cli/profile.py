@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 
 from splitjax.cli import _session
-from splitjax.cli._options import OptionValueError, Traceback, check_positive, import_from_here, parse_mesh
-from splitjax.cli._output import print_value, write_file, write_page
+from splitjax.cli._options import CommandOptions, OptionValueError, check_positive, import_from_here, parse_mesh
+from splitjax.cli._output import print_value, write_json, write_page
 from splitjax.cli._train_options import (
     DataOptions,
     LayoutOptions,
@@ -25,10 +24,12 @@ from splitjax.cli._train_options import (
     OptimizerOptions,
     TrainingOptions,
 )
+from splitjax.cli._waiting import Say, waiting
+from splitjax.cli.line.fields import Shown
 
 
 @dataclasses.dataclass(frozen=True)
-class ShowProfile(Traceback):
+class ShowProfile(CommandOptions):
     """Measure density, overlap, densification and skewness of every gradient of a new model, on the first batches of
     its data. With --job: time, memory and gradient bytes of a worker's iteration at every depth of its backward pass,
     for `splitjax simulate --profiles`."""
@@ -48,7 +49,7 @@ class ShowProfile(Traceback):
     """With --job: whose state and update count."""
     microbatches: int = 1
     """With --job: accumulate the gradient over so many parts of the batch."""
-    bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    bandwidth: Annotated[str | None, Shown(metavar="RATE")] = None
     """With --job: of the link between workers, such as 10gbit, for the time of the exchange; that of the mesh is
     measured if not given, and with one device there is none."""
     latency_seconds: float = 0.0
@@ -57,8 +58,6 @@ class ShowProfile(Traceback):
     """With --job: write the seconds on each resource (processor, device, link) too, whatever is scarce."""
     seed: int = 0
     """Decides the parameters and the order of the examples."""
-    json: pathlib.Path | None = None
-    """Write it to this file too."""
     html: pathlib.Path | None = None
     """Write it as a page to this file too."""
     plot: pathlib.Path | None = None
@@ -98,23 +97,30 @@ class ShowProfile(Traceback):
             parts.schedule(options, self.batches),
         )
         console.print(f"{spec.name}, {spec.num_params():,} parameters, on {dataset!r}", highlight=False, soft_wrap=True)
-        state = steps.train_step.init(steps.init_fn, jax.random.key(self.seed), example=(steps.example,))
+        with waiting(f"making the state of {spec.name}"):
+            state = steps.train_step.init(steps.init_fn, jax.random.key(self.seed), example=(steps.example,))
         stream = dataset.train_batches(size, seed=self.seed, epoch=0)
         if self.job:
             return self._show_job(console, steps.train_step, state, stream, spec.name)
-        batches = itertools.islice(stream, self.batches)
-        profile = steps.train_step.profile(state, batches, num_workers=self.num_workers)
+        with waiting("compiling the gradients of each worker") as say:
+            profile = steps.train_step.profile(state, self._told(stream, say), num_workers=self.num_workers)
         print_value(profile, console)
-        if self.json is not None:
-            write_file(self.json, profile.to_json(), "--json")
+        write_json(self.json, profile.to_json(), console, "profile")
         if self.html is not None:
             write_page(self.html, profile._repr_html_(), "splitjax profile")
         if self.plot is not None:
             profile.plot(self.plot)
-        for name, path in (("profile", self.json), ("page", self.html), ("plot", self.plot)):
+        for name, path in (("page", self.html), ("plot", self.plot)):
             if path is not None:
                 console.print(f"{name}: {path}", highlight=False)
         return 0
+
+    def _told(self, stream: Iterator[Any], say: Say) -> Iterator[Any]:
+        """Returns the batches to measure, each of which is announced."""
+        for number, batch in enumerate(itertools.islice(stream, self.batches)):
+            if number:  # with the first, compiling takes longer
+                say(f"measuring batch {number + 1} of {self.batches}", number, self.batches)
+            yield batch
 
     def _check_job(self) -> None:
         if self.latency_seconds and self.bandwidth is None:
@@ -160,17 +166,16 @@ class ShowProfile(Traceback):
                 taken.append(time.perf_counter() - begun)
         workers = self.num_workers or step.mesh.size
         input_seconds = statistics.median(taken) / workers if taken else 0.0
-        profile = step.job_profile(
-            state,
-            batch,
-            name=self.name or model,
-            num_workers=self.num_workers,
-            link=link,
-            input_seconds=input_seconds,
-            stages=self.stages or None,
-        )
+        with waiting(f"compiling and timing an iteration of {model} at every depth"):
+            profile = step.job_profile(
+                state,
+                batch,
+                name=self.name or model,
+                num_workers=self.num_workers,
+                link=link,
+                input_seconds=input_seconds,
+                stages=self.stages or None,
+            )
         print_value(schedule.profile_table(profile, workers), console)
-        if self.json is not None:
-            write_file(self.json, profiles_text([profile]), "--json")
-            console.print(f"profile: {self.json}", highlight=False)
+        write_json(self.json, profiles_text([profile]), console, "profile")
         return 0

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
 from rich.console import Console
 
-from splitjax.cli._options import OptionValueError, Traceback, check_positive
-from splitjax.cli._output import print_value, write_file
+from splitjax.cli._options import CommandOptions, OptionValueError, check_positive
+from splitjax.cli._output import print_value, write_json
+from splitjax.cli._waiting import waiting
+from splitjax.cli.line.fields import Shown
 
 if TYPE_CHECKING:
     from splitjax.schedule import Cluster, Job
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulate(Traceback):
+class Simulate(CommandOptions):
     """Simulate scheduling policies on a trace of training jobs (Philly or Muri tables, or jobs of one's own, plain or
     gzip): completion times, makespan, efficiency."""
 
@@ -48,10 +48,10 @@ class Simulate(Traceback):
     """Leave out rows that cannot be read instead of stopping at the first."""
     memory_gb: float | None = None
     """Memory of each device in GB (1e9 bytes); not looked at if not given."""
-    node_bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    node_bandwidth: Annotated[str | None, Shown(metavar="RATE")] = None
     """Of a device's link within its node, such as 300gbit: iterations wait for their exchange, as far as profiles have
     gradient bytes; not looked at if not given."""
-    network_bandwidth: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    network_bandwidth: Annotated[str | None, Shown(metavar="RATE")] = None
     """The same between nodes, for jobs that are wider than one."""
     restart_seconds: float = 30.0
     """What a job loses whenever it gets devices."""
@@ -59,8 +59,6 @@ class Simulate(Traceback):
     """Decide on multiples of this only."""
     exact: bool = False
     """Run iteration by iteration (small cases)."""
-    json: pathlib.Path | None = None
-    """Write the figures to this file too."""
     plot: pathlib.Path | None = None
     """Draw completion times and a Gantt chart for each policy to this file too (PNG, SVG, PDF; needs matplotlib)."""
     list: bool = False
@@ -77,6 +75,8 @@ class Simulate(Traceback):
                 console.print(
                     f"[bold]{name}[/bold]  {policy.summary}\n    {policy.paper}", highlight=False, soft_wrap=True
                 )
+            policies = {name: _described(schedule.get(name)) for name in schedule.names()}
+            write_json(self.json, policies, console, "policies")
             return 0
         if self.trace is None:
             raise OptionValueError(
@@ -117,10 +117,9 @@ class Simulate(Traceback):
             highlight=False,
             soft_wrap=True,
         )
-        with console.status("simulating") as status:
-            comparison = schedule.compare(
-                jobs, cluster, names, options, on_start=lambda name: status.update(f"simulating {name}")
-            )
+        with waiting("simulating") as say:
+            on_start = lambda name: say(f"simulating {name}", names.index(name), len(names))
+            comparison = schedule.compare(jobs, cluster, names, options, on_start=on_start)
         print_value(comparison, console)
         if self.json is not None:
             settings = {
@@ -137,8 +136,7 @@ class Simulate(Traceback):
                 "exact": self.exact,
             }
             settings["load"] = settings["load"] if settings["load"] < float("inf") else None
-            write_file(self.json, json.dumps({**settings, "policies": comparison.to_json()}, indent=1) + "\n", "--json")
-            console.print(f"figures: {self.json}", highlight=False)
+            write_json(self.json, {**settings, "policies": comparison.to_json()}, console)
         if self.plot is not None:
             from splitjax.schedule.simulation.plot import write_plot
 
@@ -185,6 +183,10 @@ class Simulate(Traceback):
             if self.load is None
             else schedule.generate(jobs, cluster, load=self.load, seed=self.seed, num_jobs=self.jobs)
         )
+
+
+def _described(policy: Any) -> dict[str, str]:
+    return {"summary": policy.summary, "paper": policy.paper}
 
 
 def _split(text: str) -> list[str]:

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from splitjax import _compat
 from splitjax.cli import _session
-from splitjax.cli._options import Traceback, check_positive, import_from_here, parse_mesh
+from splitjax.cli._options import CommandOptions, check_positive, import_from_here, parse_mesh
+from splitjax.cli._output import write_json
 from splitjax.cli._train_options import (
     DataOptions,
     LayoutOptions,
@@ -24,6 +25,7 @@ from splitjax.cli._train_options import (
     TrainingOptions,
     WatchOptions,
 )
+from splitjax.cli._waiting import waiting
 from splitjax.errors import TrainingError
 from splitjax.mesh import MeshShape
 
@@ -63,7 +65,7 @@ COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(Traceback):
+class Train(CommandOptions):
     """Train a model on real data. The same command on a folder that holds a run's checkpoints resumes it."""
 
     config: pathlib.Path | None = None
@@ -206,8 +208,11 @@ class _TrainingRun:
 
         key, example = jax.random.key(self.options.training.seed), (self.steps.example,)
         if checkpoints is None or checkpoints.newest_good() is None:
-            return self.steps.train_step.init(self.steps.init_fn, key, example=example), Position(), 0, None
-        restored = checkpoints.restore(self.steps.train_step.abstract_state(self.steps.init_fn, key, example=example))
+            with self._waiting("planning the step and making its state, sharded"):
+                return self.steps.train_step.init(self.steps.init_fn, key, example=example), Position(), 0, None
+        with self._waiting("planning the step and reading its checkpoint"):
+            abstract = self.steps.train_step.abstract_state(self.steps.init_fn, key, example=example)
+            restored = checkpoints.restore(abstract)
         for step, reason in restored.skipped:
             self.console.print(
                 f"warning: the checkpoint of step {step} is damaged and left aside: {reason}",
@@ -218,6 +223,9 @@ class _TrainingRun:
         self.steps.train_step.resume(restored.carried)
         self.console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
         return restored.state, Position.from_json(restored.extra["position"]), restored.step, restored.extra.get(EXTRA)
+
+    def _waiting(self, text: str) -> contextlib.AbstractContextManager[Any]:
+        return waiting(text) if self.first_process else contextlib.nullcontext()
 
     def _check_same_run(self, saved: dict[str, Any]) -> None:
         """Raises `TrainingError` where the checkpoint's data position means something else now; says what else has
@@ -294,7 +302,12 @@ class _TrainingRun:
         watching = self.options.watching
         made: list[Any] = [
             TrainingProgress(
-                self.console, self.num_steps, self.options.data.batch_size, num_done=done, memory=memory_bytes
+                self.console,
+                self.num_steps,
+                self.options.data.batch_size,
+                num_done=done,
+                memory=memory_bytes,
+                live=Console(stderr=True),
             ).__enter__()
         ]
         stack.callback(made[0].close)
@@ -314,13 +327,21 @@ class _TrainingRun:
 
     def _close(self, outcome: TrainingOutcome, stop: StopRequest, ledger: Ledger) -> int:
         ledger.flush()
-        row = outcome.row
+        row, summary = outcome.row, ledger.summary()
         tested = f", test accuracy {row['eval_accuracy']:.2%}" if "eval_accuracy" in row else ""
         tested += f", test loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
         tested += f", test AUC {row['eval_auc']:.4f}" if "eval_auc" in row else ""
         tested += f", test perplexity {row['eval_perplexity']:.2f}" if "eval_perplexity" in row else ""
         self.console.print(f"step {outcome.last_step}: loss {row['loss']:.4f}{tested}", style="bold", highlight=False)
-        self.console.print(str(ledger.summary()), highlight=False, soft_wrap=True)
+        self.console.print(str(summary), highlight=False, soft_wrap=True)
+        if self.first_process:
+            found = {
+                "steps": outcome.last_step,
+                "stopped": outcome.stopped,
+                "last": {name: value for name, value in row.items() if isinstance(value, (str, int, float))},
+                "goodput": {**dataclasses.asdict(summary), "goodput": summary.goodput},
+            }
+            write_json(self.options.json, found, self.console)
         if not outcome.stopped:
             return 0
         saved = (
@@ -343,6 +364,7 @@ _OUTSIDE = frozenset(
         "data_dir",
         "checkpoint_dir",
         "config",
+        "json",
         "metrics",
         "csv",
         "tensorboard",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import Literal
 
 from rich.console import Console
 
 from splitjax.cli._model_command import ModelCommand
-from splitjax.cli._output import write_file
+from splitjax.cli._output import write_json
 
 WRONG = 1
 
@@ -24,15 +23,13 @@ class Verify(ModelCommand):
     allocated)."""
     own_precision: bool = False
     """Also compare in the model's own precision, which shows what rounding does."""
-    json: pathlib.Path | None = None
-    """Write what was found to this file too."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
-        planned = self.planned()
-        verification = planned.step.verify(*planned.arguments, sizes=self.sizes, own_precision=self.own_precision)
+        with self.busy("compiling and running") as say:
+            planned = self.planned()
+            say(f"compiling and running the step of {self.model}, split and on one device")
+            verification = planned.step.verify(*planned.arguments, sizes=self.sizes, own_precision=self.own_precision)
         self.show(console, planned, verification, "verify")
-        if self.json is not None:
-            write_file(self.json, verification.to_json(), "--json")
-            console.print(f"verification: {self.json}", highlight=False)
+        write_json(self.json, verification.to_json(), console, "verification")
         return 0 if verification.ok else WRONG

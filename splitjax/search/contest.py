@@ -36,7 +36,7 @@ def read_problem(path: str | pathlib.Path) -> CostNetwork:
         if data[:2] == b"\x1f\x8b":
             data = unpack(data)
         if len(data) > MAX_TEXT_BYTES:
-            raise SearchError("the problem is larger than 1 GiB", place=place)
+            raise SearchError("the problem is larger than 1 GiB", place=place, remedy="take a smaller problem")
         document = json.loads(data)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
         if isinstance(problem, SearchError):
@@ -61,38 +61,57 @@ def problem_of(document: Any, place: str) -> CostNetwork:
             "nodes have costs, intervals and usages each",
             value=(len(node_costs), len(intervals), len(usages)),
             place=f"{place}: problem.nodes",
+            remedy="give the three lists an entry for each node",
         )
     costs = tuple(_costs(entry, f"{place}: nodes.costs[{i}]") for i, entry in enumerate(node_costs))
     uses = []
     for i, (span, usage) in enumerate(zip(intervals, usages)):
         begin, end = _two(span, f"{place}: nodes.intervals[{i}]")
         if end > MAX_TIME:
-            raise SearchError("a live interval ends too late", value=end, place=f"{place}: nodes.intervals[{i}]")
+            raise SearchError(
+                "a live interval ends too late",
+                value=end,
+                place=f"{place}: nodes.intervals[{i}]",
+                remedy="let it end below 2**31",
+            )
         sizes = _numbers(usage, f"{place}: nodes.usages[{i}]")
         if end != begin or begin < 0:
             uses.append(MemoryUse(i, begin, end, sizes))
     if limit is None:
         memories: tuple[Memory, ...] = ()
     elif type(limit) not in (int, float):
-        raise SearchError("the limit is no number", value=limit, place=f"{place}: problem.usage_limit")
+        raise SearchError(
+            "the limit is no number",
+            value=limit,
+            place=f"{place}: problem.usage_limit",
+            remedy="write a number of bytes",
+        )
     else:
         memories = (Memory("memory", float(_numbers([limit], f"{place}: problem.usage_limit")[0]), tuple(uses)),)
     pairs = []
     edge_nodes, edge_costs = _field(edges, "nodes", list, place), _field(edges, "costs", list, place)
     if len(edge_nodes) != len(edge_costs):
         raise SearchError(
-            "edges have nodes and costs each", value=(len(edge_nodes), len(edge_costs)), place=f"{place}: problem.edges"
+            "edges have nodes and costs each",
+            value=(len(edge_nodes), len(edge_costs)),
+            place=f"{place}: problem.edges",
+            remedy="give the two lists an entry for each edge",
         )
     for i, (ends, entry) in enumerate(zip(edge_nodes, edge_costs)):
         where = f"{place}: edges.nodes[{i}]"
         first, second = _two(ends, where)
         if not (0 <= first < len(costs) and 0 <= second < len(costs)):
-            raise SearchError(f"there are nodes 0 to {len(costs) - 1}", value=[first, second], place=where)
+            raise SearchError(
+                f"there are nodes 0 to {len(costs) - 1}", value=[first, second], place=where, remedy="name two of them"
+            )
         table = _costs(entry, f"{place}: edges.costs[{i}]")
         shape = costs[first].size, costs[second].size
         if table.size != math.prod(shape):
             raise SearchError(
-                f"a table over {shape[0]} x {shape[1]} strategies", value=table.size, place=f"{place}: edges.costs[{i}]"
+                f"a table over {shape[0]} x {shape[1]} strategies",
+                value=table.size,
+                place=f"{place}: edges.costs[{i}]",
+                remedy="give the table a cost for every pair of strategies",
             )
         pairs.append(Pair(first, second, table.reshape(shape)))
     return CostNetwork(costs, tuple(pairs), memories)
@@ -107,7 +126,9 @@ def _field(value: Any, key: str, kind: type, place: str) -> Any:
 def _two(value: Any, place: str) -> tuple[int, int]:
     if isinstance(value, list) and len(value) == 2 and all(type(entry) is int for entry in value):
         return value[0], value[1]
-    raise SearchError("two whole numbers are needed", value=value, place=place)
+    raise SearchError(
+        "two whole numbers are needed", value=value, place=place, remedy="write a list of two whole numbers"
+    )
 
 
 def _numbers(value: Any, place: str) -> Floats:
@@ -116,7 +137,7 @@ def _numbers(value: Any, place: str) -> Floats:
             return np.array(value, dtype=np.float64)
         except OverflowError:
             pass
-    raise SearchError("a list of numbers is needed", value=value, place=place)
+    raise SearchError("a list of numbers is needed", value=value, place=place, remedy="write a list of numbers")
 
 
 def _costs(value: Any, place: str) -> Floats:

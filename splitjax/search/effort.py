@@ -43,7 +43,10 @@ class Effort:
     def __post_init__(self) -> None:
         if self.max_work <= 0 or (self.seconds is not None and not self.seconds > 0):
             raise SearchError(
-                "a search needs some work and time", value=(self.max_work, self.seconds), place="max_work, seconds"
+                "a search needs some work and time",
+                value=(self.max_work, self.seconds),
+                place="max_work, seconds",
+                remedy="give numbers above 0",
             )
 
 

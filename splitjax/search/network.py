@@ -89,7 +89,12 @@ class CostNetwork:
         for number, costs in enumerate(self.costs):
             place = f"costs[{number}]"
             if costs.ndim != 1 or not costs.size:
-                raise SearchError("a variable needs a list of values", value=costs.shape, place=place)
+                raise SearchError(
+                    "a variable needs a list of values",
+                    value=costs.shape,
+                    place=place,
+                    remedy="give a list of costs, one for each value",
+                )
             _check_costs(costs, place)
         for number, pair in enumerate(self.pairs):
             place = f"pairs[{number}]"
@@ -101,15 +106,30 @@ class CostNetwork:
                 )
             shape = (self.costs[pair.first].size, self.costs[pair.second].size)
             if pair.costs.shape != shape:
-                raise SearchError(f"a pair needs a table of shape {shape}", value=pair.costs.shape, place=place)
+                raise SearchError(
+                    f"a pair needs a table of shape {shape}",
+                    value=pair.costs.shape,
+                    place=place,
+                    remedy="give a cost for each value of the first variable (rows) and of the second (columns)",
+                )
             _check_costs(pair.costs, place)
         for memory in self.memories:
             if not 0 <= memory.limit_bytes < math.inf:
-                raise SearchError("a limit of memory is no size", value=memory.limit_bytes, place=memory.name)
+                raise SearchError(
+                    "a limit of memory is no size",
+                    value=memory.limit_bytes,
+                    place=memory.name,
+                    remedy="give a limit of 0 bytes or more",
+                )
             for number, use in enumerate(memory.uses):
                 self._check_use(use, f"{memory.name}: uses[{number}]")
         if self.names and len(self.names) != len(self.costs):
-            raise SearchError("every variable needs a name, or none", value=len(self.names), place="names")
+            raise SearchError(
+                "every variable needs a name, or none",
+                value=len(self.names),
+                place="names",
+                remedy="give a name for each, or leave names out",
+            )
 
     def _check_variable(self, number: int, place: str) -> None:
         if not 0 <= number < len(self.costs):
@@ -120,11 +140,26 @@ class CostNetwork:
     def _check_use(self, use: MemoryUse, place: str) -> None:
         self._check_variable(use.variable, place)
         if use.begin < 0 or use.end < use.begin:
-            raise SearchError("a span of time ends before it begins", value=(use.begin, use.end), place=place)
+            raise SearchError(
+                "a span of time ends before it begins",
+                value=(use.begin, use.end),
+                place=place,
+                remedy="give a begin that is not above the end",
+            )
         if use.usage_bytes.shape != self.costs[use.variable].shape:
-            raise SearchError("a use needs a size for every value", value=use.usage_bytes.shape, place=place)
+            raise SearchError(
+                "a use needs a size for every value",
+                value=use.usage_bytes.shape,
+                place=place,
+                remedy="give an array with a size for each value of the variable",
+            )
         if not (np.isfinite(use.usage_bytes).all() and (use.usage_bytes >= 0).all()):
-            raise SearchError("memory is a finite number of bytes", value=float(use.usage_bytes.min()), place=place)
+            raise SearchError(
+                "memory is a finite number of bytes",
+                value=float(use.usage_bytes.min()),
+                place=place,
+                remedy="give sizes of 0 or more",
+            )
 
     def name(self, variable: int) -> str:
         """Returns the name of a variable, `variable 7` where it has none."""
@@ -163,10 +198,20 @@ class CostNetwork:
     def _chosen(self, values: Sequence[int] | Ints) -> list[int]:
         chosen = [int(value) for value in values]
         if len(chosen) != len(self.costs):
-            raise SearchError("an assignment has a value for every variable", value=len(chosen), place="values")
+            raise SearchError(
+                "an assignment has a value for every variable",
+                value=len(chosen),
+                place="values",
+                remedy="give as many values as there are variables",
+            )
         for number, (value, costs) in enumerate(zip(chosen, self.costs)):
             if not 0 <= value < costs.size:
-                raise SearchError(f"{self.name(number)} has no such value", value=value, place=f"values[{number}]")
+                raise SearchError(
+                    f"{self.name(number)} has no such value",
+                    value=value,
+                    place=f"values[{number}]",
+                    remedy="give the number of a value that it has, counted from 0",
+                )
         return chosen
 
 

@@ -235,7 +235,12 @@ def reduce_network(
     pins = dict(pins or {})
     for variable, value in pins.items():
         if not (0 <= variable < len(network.costs) and 0 <= value < network.costs[variable].size):
-            raise SearchError("a pin names no value of a variable", value=(variable, value), place="pins")
+            raise SearchError(
+                "a pin names no value of a variable",
+                value=(variable, value),
+                place="pins",
+                remedy="pin a variable by its number to the number of a value that it has",
+            )
     try:
         reducer = _Reducer(network, pins, at_least_bytes)
         reducer.settle()

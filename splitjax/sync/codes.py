@@ -26,7 +26,12 @@ def encode(code: IdCode, ids: Array, counts: Array) -> tuple[Array, Array]:
     if code.bits == BITMAP:
         return kernels.encode_ids(ids, code.size), fits
     if code.bits not in _GAPS:
-        raise SyncError("ids are sent with 1, 8, 16 or 32 bits", value=code.bits, place="Capacities.code_bits")
+        raise SyncError(
+            "ids are sent with 1, 8, 16 or 32 bits",
+            value=code.bits,
+            place="Capacities.code_bits",
+            remedy="give one of these",
+        )
     codes, needed = jax.vmap(lambda list_ids, count: encode_gaps(list_ids, count, code.num_codes, _GAPS[code.bits]))(
         ids, counts
     )

@@ -30,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> Iterator[Callable[
     def command(line: str) -> tuple[int, str, str]:
         try:
             status = main(shlex.split(line))
-        except SystemExit as stop:  # how tyro ends on --help and on options that it does not know
+        except SystemExit as stop:
             status = int(stop.code or 0)
         return (status, *capsys.readouterr())
 

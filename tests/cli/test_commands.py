@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
+import json
 import os
 import re
 import subprocess
@@ -15,17 +15,15 @@ from rich.console import Console
 
 import splitjax
 from splitjax import display
-from splitjax.cli import print_error
+from splitjax.cli import COMMANDS, print_error
+from splitjax.cli._checks import Check
 from splitjax.cli._memory import MemoryUse, comparison
-from splitjax.cli._options import parse_mesh
+from splitjax.cli._options import DEFAULT_MODEL, parse_mesh
 from splitjax.cli._output import print_value
-from splitjax.cli.demo import Demo
-from splitjax.cli.doctor import Doctor, doctor_document
+from splitjax.cli.doctor import advice, doctor_document, facts
 from splitjax.cli.launch import traffic_document
-from splitjax.cli.lint import Lint, lint_document
-from splitjax.cli.plan import ShowPlan
-from splitjax.cli.report import ShowReport
-from splitjax.cli.simulate import Simulate
+from splitjax.cli.line.fields import options_of
+from splitjax.cli.lint import lint_document
 from splitjax.display import Document, Paragraph
 from splitjax.errors import MeshError
 from splitjax.rules import Finding
@@ -44,17 +42,43 @@ def test_help_lists_every_command_with_a_line(run):
     status, out, _ = run("--help")
     assert status == 0
     for command in ("demo", "train", "launch", "plan", "report", "profile", "simulate", "lint", "doctor"):
-        assert f"• {command}" in out
+        assert f"\n  {command}  " in out
 
 
-@pytest.mark.parametrize("command", [Demo, ShowPlan, ShowReport, Simulate, Lint, Doctor])
-def test_help_of_a_command_shows_every_option(run, command):
-    status, out, _ = run(f"{command.__name__.lower().removeprefix('show')} --help")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_shows_every_option(run, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(f"{name} --help")
     assert status == 0
-    assert "None}" not in out  # an option that may be absent is shown by its type alone
-    for field in dataclasses.fields(command):
-        flag = f"--{field.name.replace('_', '-')} "
-        assert flag in out or (command is Lint and field.name == "rules")
+    assert "None" not in out  # an option that may be absent is shown by its type alone
+    assert max(map(len, out.splitlines())) <= 80
+    for option in options_of(COMMANDS[name]):
+        assert re.search(rf"(^|\s|, ){re.escape(option.flag)}(,|\s|$)", out), option.flag
+        for choice in option.choices:
+            assert choice in out
+
+
+def test_the_same_model_is_the_default_everywhere():
+    defaults = {
+        option.default for name in COMMANDS for option in options_of(COMMANDS[name]) if option.flag == "--model"
+    }
+    assert defaults == {DEFAULT_MODEL, None}  # lint has none to check against unless it is told
+
+
+def test_version(run):
+    status, out, _ = run("--version")
+    assert status == 0 and out.startswith(f"splitjax {splitjax.__version__} (JAX {jax.__version__}, Python 3.")
+
+
+def test_no_command_shows_what_there_is(run):
+    assert run("")[0] == 2 and run("") == (2, run("--help")[1], "")
+
+
+def test_json_alone_on_the_standard_output(run):
+    """`-` leaves it clean, for whoever reads it from a pipe."""
+    for line in ("doctor", "lint splitbrain", "simulate --list", "plan --model mlp"):
+        status, out, err = run(f"{line} --json -")
+        assert status == 0 and json.loads(out) and err
 
 
 def test_plan_prints_layers_specs_and_rules(run):
@@ -112,12 +136,15 @@ def test_doctor_shows_versions_devices_and_cache(run, tmp_path):
     assert status == 0
     assert splitjax.__version__ in out and "8 x cpu" in out and str(tmp_path / "cache") in "".join(out.split())
     assert out.startswith("this machine\nsystem ") and "\n\nadvice\n" in out
+    assert out.count("good: ") == 2 and not list(tmp_path.glob(".splitjax*"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_doctor_fits_its_terminal(width):
-    text = display.show(doctor_document(jax.devices()), width)
+    checks = [Check("collectives", False, "no answer within 60 s", "look at what connects the devices", 60.0)]
+    text = display.show(doctor_document(facts(jax.devices()), checks, advice(jax.devices())), width)
     assert max(map(len, text.splitlines())) <= width and f"{len(jax.devices())} x cpu" in " ".join(text.split())
+    assert "FAILED: no answer within 60 s" in text and "collectives: look at what connects" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -63,7 +63,10 @@ def test_profile_of_a_job_that_is_simulated(run, tmp_path):
     )
 
 
-@pytest.mark.parametrize("more", ["--num-workers 4 --batches 1", "--job --num-workers 2 --batches 1"])
+@pytest.mark.parametrize(
+    "more",
+    ["--num-workers 4 --batches 1", pytest.param("--job --num-workers 2 --batches 1", marks=pytest.mark.slow)],
+)
 def test_profile_of_a_sampled_softmax(run, tmp_path, more):
     # Its training batches bring drawn words, which the data set alone does not have.
     (tmp_path / "corpus.txt").write_text(

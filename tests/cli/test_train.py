@@ -204,8 +204,8 @@ def test_a_file_gives_options_and_the_command_line_overrides_them(run, tmp_path)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("batchsize = 8", "did you mean batch_size?"),
-        ("[data]\nsteeps = 3", "did you mean steps?"),
+        ("batchsize = 8", "did you mean 'batch_size'?"),
+        ("[data]\nsteeps = 3", "did you mean 'steps'?"),
         ("augment = 1", "true or false"),
         ("batch_size = true", "another kind"),
         ("= 3", "cannot be read"),

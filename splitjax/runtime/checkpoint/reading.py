@@ -25,7 +25,11 @@ def read_checkpoint(
     description = Description.read(path / folders.DESCRIPTION)
     about = integrity.read_about(path)
     if about is None:
-        raise CheckpointError("the manifest was damaged while the checkpoint was read", place=str(path))
+        raise CheckpointError(
+            "the manifest was damaged while the checkpoint was read",
+            place=str(path),
+            remedy="keep other programs away from the folder, and read it again",
+        )
     more = targets(description.carried, like)
     states, carries = path / folders.STATE, path / folders.CARRIED
     if description.as_tree is None:  # written before the two had folders of their own

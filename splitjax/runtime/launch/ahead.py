@@ -16,7 +16,6 @@ AHEAD: tuple[str, ...] = (
     "flax.linen",
     "flax.nnx",
     "equinox",
-    "tyro",
     "rich.console",
     "sklearn.datasets",
     "splitjax.parallel_step",

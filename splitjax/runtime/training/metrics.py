@@ -161,7 +161,11 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
                 raise ValueError("it is no JSON object")
             rows.append(row)
     except OSError as error:
-        raise DataError(f"the metrics cannot be read: {error.strerror or error}", place=str(path)) from error
+        raise DataError(
+            f"the metrics cannot be read: {error.strerror or error}",
+            place=str(path),
+            remedy="give a file that may be read, or another name for the metrics of this run",
+        ) from error
     except (ValueError, RecursionError) as error:
         message = f"a damaged line of metrics: {error}"
         raise DataError(message, place=f"{path}:{len(rows) + 1}", remedy=remedy) from error

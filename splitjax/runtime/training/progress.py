@@ -43,6 +43,8 @@ class TrainingProgress:
     - `clock`: seconds; for tests.
     - `num_done`: steps that an earlier start of the run did.
     - `memory`: bytes to show, if it tells any.
+    - `live`: where the live bar goes, if that is a terminal; `console` if None. Where there is a bar, and `console` is
+      a terminal too, it gets no lines.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TrainingProgress:
         clock: Callable[[], float] = time.monotonic,
         num_done: int = 0,
         memory: Callable[[], int | None] = lambda: None,
+        live: Console | None = None,
     ):
         self._console, self._num_steps, self._batch_size, self._clock = console, num_steps, batch_size, clock
         self._memory = memory
@@ -60,7 +63,8 @@ class TrainingProgress:
         self._num_done = self._first = num_done
         self._start = self._last_line = clock()
         self._bar: Progress | None = None
-        if console.is_terminal:
+        live = console if live is None else live
+        if live.is_terminal:
             self._bar = Progress(
                 # Narrow enough for 80 columns.
                 BarColumn(bar_width=12),
@@ -68,7 +72,9 @@ class TrainingProgress:
                 TextColumn("{task.fields[shown]}"),
                 TimeRemainingColumn(compact=True),
                 TextColumn("left"),
-                console=console,
+                console=live,
+                # What is printed belongs above the bar, unless it goes elsewhere.
+                redirect_stdout=console.is_terminal,
             )
             self._task = self._bar.add_task("training", total=num_steps, completed=num_done, shown="compiling the step")
 
@@ -102,7 +108,9 @@ class TrainingProgress:
             self._start = now
         if self._bar is not None:
             self._bar.update(self._task, advance=1, shown=self.text())
-        elif first or self._num_done == self._num_steps or now - self._last_line >= LOG_SECONDS:
+        if self._bar is not None and self._console.is_terminal:
+            return
+        if first or self._num_done == self._num_steps or now - self._last_line >= LOG_SECONDS:
             self._last_line = now
             left = self.seconds_left
             self._console.print(

@@ -169,6 +169,7 @@ class _Executor:
                 "the policy leaves jobs waiting though nothing else will happen",
                 value=[self.jobs[job].name for job in self.active[:5]],
                 place=f"policy {self.policy.name!r} at {self.now:.1f} s",
+                remedy="let the policy start every job that fits once the cluster is free",
             )
 
     # Decisions
@@ -191,7 +192,12 @@ class _Executor:
         place = f"policy {self.policy.name!r} at {self.now:.1f} s"
         for number in decision.stop:
             if number not in self.groups:
-                raise ScheduleError("a group is to stop that does not run", value=number, place=place)
+                raise ScheduleError(
+                    "a group is to stop that does not run",
+                    value=number,
+                    place=place,
+                    remedy="let the policy stop groups of the view that it was given",
+                )
             for member in self._dissolve(number):
                 self.runs[member.job].wanted = None
         for group in decision.start:

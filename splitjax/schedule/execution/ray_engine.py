@@ -68,14 +68,20 @@ class RayEngine:
         self._cluster, self._options = cluster, options or RayOptions()
         if self._options.cores is not None and len(self._options.cores) < cluster.devices_per_node:
             raise ScheduleError(
-                "every device of a node needs a core", value=self._options.cores, place="RayOptions.cores"
+                "every device of a node needs a core",
+                value=self._options.cores,
+                place="RayOptions.cores",
+                remedy="give as many cores as a node has devices, at least",
             )
         self._ray, self._is_ours = _connect(self._options)
         nodes = sorted((node["NodeManagerAddress"], node["NodeID"]) for node in self._ray.nodes() if node["Alive"])
         if len(nodes) < cluster.num_nodes:
             self.close()
             raise ScheduleError(
-                f"Ray has {len(nodes)} nodes, the cluster {cluster.num_nodes}", value=str(cluster), place="RayEngine"
+                f"Ray has {len(nodes)} nodes, the cluster {cluster.num_nodes}",
+                value=str(cluster),
+                place="RayEngine",
+                remedy="start Ray with as many nodes, or give a cluster of the nodes that it has",
             )
         self._nodes = [node for _, node in nodes]
         self._actor = self._ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"work": 1, "watch": 1})(

@@ -34,7 +34,12 @@ class ExecutionOptions:
 
     def __post_init__(self) -> None:
         if not (self.checkpoint_every_seconds > 0 and self.max_restarts >= 0 and self.stall_seconds > 0):
-            raise ScheduleError("times are above 0, and restarts are counted", value=self, place="options")
+            raise ScheduleError(
+                "times are above 0, and restarts are counted",
+                value=self,
+                place="options",
+                remedy="give seconds above 0, and restarts of 0 or more",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,11 @@ class Cluster:
             or self.devices_per_node < 1
             or min(self.memory_bytes, self.node_bytes_per_second, self.network_bytes_per_second) < 0
         ):
-            raise ScheduleError("a cluster has a node and a device at least, and nothing less than none", value=self)
+            raise ScheduleError(
+                "a cluster has a node and a device at least, and nothing less than none",
+                value=self,
+                remedy="give numbers above 0 for nodes and devices, and memory and rates of 0 or more",
+            )
 
     @property
     def num_devices(self) -> int:

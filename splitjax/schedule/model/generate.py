@@ -68,5 +68,10 @@ def rescale(jobs: Sequence[Job], cluster: Cluster, *, load: float) -> tuple[Job,
     once."""
     present = offered_load(jobs, cluster) if jobs else math.inf
     if not 0 < load < math.inf or present == math.inf:
-        raise ScheduleError("a load above 0 takes jobs that arrive at different times", value=load, place="rescale")
+        raise ScheduleError(
+            "a load above 0 takes jobs that arrive at different times",
+            value=load,
+            place="rescale",
+            remedy="give a load above 0, and jobs that arrive at different times",
+        )
     return tuple(dataclasses.replace(job, arrival_seconds=job.arrival_seconds * present / load) for job in jobs)

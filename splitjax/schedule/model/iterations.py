@@ -76,7 +76,10 @@ def advance(group: Group, state: GroupState, iteration: Iteration) -> GroupState
         times = free[place[task.device]]
         if task.start_seconds < times[task.resource] - 1e-9 * max(1.0, abs(times[task.resource])):
             raise ScheduleError(
-                "a task starts before its device is free", value=task, place=f"discipline {group.discipline!r}"
+                "a task starts before its device is free",
+                value=task,
+                place=f"discipline {group.discipline!r}",
+                remedy="let the discipline start a task when its device has ended the one before",
             )
         times[task.resource] = task.end_seconds
         used += task.seconds if task.resource == DEVICE else 0.0

@@ -119,10 +119,14 @@ class JobProfile:
                 "depths have to fall from 1, full backpropagation, and stay above 0",
                 value=fractions,
                 place=f"profile {self.name!r}",
+                remedy="list the depths from 1.0 downwards",
             )
         if not all(math.isfinite(time) and time >= 0 for time in times) or self.iteration_seconds <= 0:
             raise ScheduleError(
-                "an iteration takes time, and no part of it less than none", value=times, place=f"profile {self.name!r}"
+                "an iteration takes time, and no part of it less than none",
+                value=times,
+                place=f"profile {self.name!r}",
+                remedy="give seconds of 0 or more, and more than 0 in all",
             )
         sizes = [
             self.state_bytes,
@@ -130,7 +134,12 @@ class JobProfile:
             *(depth.gradient_bytes for depth in self.depths),
         ]
         if min(sizes) < 0:
-            raise ScheduleError("nothing needs less memory than none", value=min(sizes), place=f"profile {self.name!r}")
+            raise ScheduleError(
+                "nothing needs less memory than none",
+                value=min(sizes),
+                place=f"profile {self.name!r}",
+                remedy="give bytes of 0 or more",
+            )
 
     @property
     def iteration_seconds(self) -> float:
@@ -304,8 +313,10 @@ class Job:
         if not all(1 <= count <= _MAX_COUNT for count in counts) or not 0 <= self.arrival_seconds < math.inf:
             raise ScheduleError(
                 "a job arrives at 0 or later, with a worker and an iteration at least",
-                value=(self.arrival_seconds, self.num_workers, self.num_iterations), place=f"job {self.name!r}",
-            )  # fmt: skip
+                value=(self.arrival_seconds, self.num_workers, self.num_iterations),
+                place=f"job {self.name!r}",
+                remedy="give an arrival of 0 or later, and numbers above 0",
+            )
 
     @property
     def exclusive_seconds(self) -> float:

@@ -106,7 +106,11 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
         table = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError alone
         where = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise TraceFileError(f"not JSON: {getattr(error, 'msg', error)}", place=f"{path}{where}") from error
+        raise TraceFileError(
+            f"not JSON: {getattr(error, 'msg', error)}",
+            place=f"{path}{where}",
+            remedy="give a file that splitjax profile --job --json wrote",
+        ) from error
     alone: dict[str, dict[tuple[str, int], float]] = {}
     pairs: dict[str, dict[tuple[tuple[str, int], tuple[str, int]], tuple[float, float]]] = {}
     place = ""
@@ -124,7 +128,11 @@ def read_gavel(path: str | pathlib.Path) -> Throughputs:
                         first, second = value
                         pairs[kind][job, _gavel_job(partner)] = _rate(first), _rate(second)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise TraceFileError(f"not a table of throughputs: {error}", place=f"{path}, {place}") from error
+        raise TraceFileError(
+            f"not a table of throughputs: {error}",
+            place=f"{path}, {place}",
+            remedy="give the table of throughputs as Gavel publishes it",
+        ) from error
     return Throughputs(alone, pairs)
 
 

@@ -290,4 +290,8 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
             if cells:
                 yield reader.line_num, cells
     except csv.Error as error:
-        raise TraceFileError(f"not CSV: {error}", place=f"{path}:{reader.line_num}") from error
+        raise TraceFileError(
+            f"not CSV: {error}",
+            place=f"{path}:{reader.line_num}",
+            remedy="give a table with a line of names, and commas between its fields",
+        ) from error

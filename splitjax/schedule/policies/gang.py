@@ -155,7 +155,10 @@ def place(free: NDArray[np.bool_], num_workers: int, cluster: Cluster) -> tuple[
     """
     if (num_free := int(np.count_nonzero(free))) < num_workers:
         raise ScheduleError(
-            f"{num_workers} devices are wanted, {num_free} are free", value=num_workers, place="schedule.gang.place"
+            f"{num_workers} devices are wanted, {num_free} are free",
+            value=num_workers,
+            place="schedule.gang.place",
+            remedy="ask for at most as many as are free",
         )
     by_node = free.reshape(cluster.num_nodes, cluster.devices_per_node)
     counts = by_node.sum(axis=1)

@@ -21,7 +21,7 @@ from splitjax.schedule.simulation.progress import Progress
 def check_jobs(jobs: Sequence[Job], cluster: Cluster) -> None:
     """Raises `ScheduleError` where there are no `jobs`, or one that `cluster` is too small for."""
     if not jobs:
-        raise ScheduleError("there is no job to run", place="jobs")
+        raise ScheduleError("there is no job to run", place="jobs", remedy="give at least one")
     for job in jobs:
         if job.num_workers > cluster.num_devices:
             raise ScheduleError(
@@ -60,7 +60,12 @@ def check_group(
     """
     devices = list(group.devices)
     if not group.members or not all(0 <= device < cluster.num_devices for device in devices) or not free[devices].all():
-        raise ScheduleError("a group is to start on devices that are not free, or on none", value=group, place=place)
+        raise ScheduleError(
+            "a group is to start on devices that are not free, or on none",
+            value=group,
+            place=place,
+            remedy="let the policy choose among the devices that the view says are free",
+        )
     load: dict[int, list[JobProfile]] = {}
     for member in group.members:
         job = jobs[member.job]
@@ -73,9 +78,15 @@ def check_group(
                 "a job is to start that runs, is done, or wants another number of devices",
                 value=(job.name, member.devices),
                 place=place,
+                remedy="let the policy start waiting jobs, each on as many devices as it has workers",
             )
         if job.arrival_seconds > now:
-            raise ScheduleError("a job is to start that has not arrived", value=job.name, place=place)
+            raise ScheduleError(
+                "a job is to start that has not arrived",
+                value=job.name,
+                place=place,
+                remedy="let the policy start jobs that the view shows as waiting",
+            )
         for device in {*member.devices, *member.resident} if cluster.memory_bytes else ():
             load.setdefault(device, []).append(job.profile)
     for device, profiles in load.items():
@@ -84,4 +95,5 @@ def check_group(
                 f"jobs that share a device need {needed} of its {cluster.memory_bytes} bytes",
                 value=[profile.name for profile in profiles],
                 place=f"device {device}, {place}",
+                remedy="let the policy put jobs together whose memory fits",
             )

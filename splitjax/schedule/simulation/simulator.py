@@ -58,7 +58,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not (0 <= self.restart_seconds < math.inf and 0 <= self.interval_seconds < math.inf):
-            raise ScheduleError("times are finite and not below 0", value=self, place="options")
+            raise ScheduleError(
+                "times are finite and not below 0", value=self, place="options", remedy="give seconds of 0 or more"
+            )
 
 
 def simulate(
@@ -122,6 +124,7 @@ class _Simulation:
                 "the policy leaves jobs waiting though nothing else will happen",
                 value=[self.jobs[job].name for job in self.active[:5].tolist()],
                 place=f"policy {self.policy.name!r} at {self.now:.0f} s",
+                remedy="let the policy start every job that fits once the cluster is free",
             )
         self.sums.advance(now - self.now)
         self.now = max(now, self.now)
@@ -228,7 +231,10 @@ class _Simulation:
         for group in decision.stop:
             if group not in self.running:
                 raise ScheduleError(
-                    "a group is to stop that does not run", value=group, place=f"policy {self.policy.name!r}"
+                    "a group is to stop that does not run",
+                    value=group,
+                    place=f"policy {self.policy.name!r}",
+                    remedy="let the policy stop groups of the view that it was given",
                 )
             running = self.running[group]
             for member in running.group.members:

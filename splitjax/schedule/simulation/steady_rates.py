@@ -56,7 +56,10 @@ class SteadyRates:
             )
             if not all(0 < rate < math.inf for rate in rates.iterations_per_second):
                 raise ScheduleError(
-                    "a discipline gives a job no progress", value=rates, place=f"discipline {group.discipline!r}"
+                    "a discipline gives a job no progress",
+                    value=rates,
+                    place=f"discipline {group.discipline!r}",
+                    remedy="let every job of a group come to its turn",
                 )
             self._rates_of[key] = rates
         return self._rates_of[key]

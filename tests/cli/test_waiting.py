@@ -1,0 +1,57 @@
+"""What is shown to who waits: nothing at first, and never where nobody looks."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from splitjax.cli._waiting import waiting
+from splitjax.runtime.training.progress import TrainingProgress
+
+
+def terminal(text: io.StringIO) -> Console:
+    return Console(file=text, width=80, force_terminal=True, color_system=None, force_interactive=True)
+
+
+def test_who_waits_sees_what_is_done():
+    text = io.StringIO()
+    with waiting("compiling the step of vgg11", terminal(text), patience_seconds=0.01) as say:
+        time.sleep(0.3)
+        say("measuring batch 2 of 2", 1, 2)
+        time.sleep(0.3)
+    assert "compiling the step of vgg11" in text.getvalue() and "measuring batch 2 of 2" in text.getvalue()
+    assert "0:00:0" in text.getvalue() and text.getvalue().endswith("\x1b[2K"), "the line is gone in the end"
+
+
+def test_what_is_quick_shows_nothing():
+    text = io.StringIO()
+    with waiting("planning", terminal(text), patience_seconds=5):
+        pass
+    assert text.getvalue() == ""
+
+
+def test_no_terminal_gets_nothing(capfd):
+    with waiting("planning", patience_seconds=0.01) as say:
+        say("compiling")
+        time.sleep(0.05)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_passes_and_ends_the_line():
+    text = io.StringIO()
+    with pytest.raises(ValueError, match="mine"), waiting("planning", terminal(text), patience_seconds=0.01):
+        time.sleep(0.2)
+        raise ValueError("mine")
+    assert text.getvalue().endswith("\x1b[2K")
+
+
+def test_a_log_has_its_lines_while_the_bar_is_elsewhere():
+    log, bar = io.StringIO(), io.StringIO()
+    with TrainingProgress(Console(file=log, width=80), 2, 8, live=terminal(bar)) as progress:
+        progress.update(0.5, None)
+        progress.update(0.25, None)
+    assert log.getvalue().startswith("step 1/2  loss 0.5000") and "step 2/2" in log.getvalue()
+    assert "compiling the step" in bar.getvalue() and "\x1b" not in log.getvalue()
