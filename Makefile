@@ -20,7 +20,7 @@ IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --m
 MARKED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-slow test-gpu-aot lint docs notebooks mutants clean
+.PHONY: help demo test test-core test-slow test-gpu-aot lint docs dist notebooks mutants clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,12 @@ mutants: $(MARKED)-test ## change one line of the package at a time: each time a
 docs: $(MARKED)-docs ## build the site into docs/_build/html, without a warning
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -c docs -d docs/_build/doctrees . docs/_build/html
 	@echo 'site: docs/_build/html/index.html'
+
+dist: $(MARKED)-dist ## build wheel and sdist, and try both in clean environments
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/release/check_dist.py dist
 
 notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
 	$(BIN)/python -m jupytext --to ipynb --update notebooks/*.py

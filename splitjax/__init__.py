@@ -1,4 +1,21 @@
-"""splitjax: decorate a JAX training step; it trains sharded on many devices with the same numbers.
+"""Decorate a JAX training step; it trains sharded on many devices with the same numbers.
+
+    @splitjax.parallelize(mesh={"data": 2, "model": 4}, rules="splitbrain")
+    def train_step(state, batch):
+        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"], batch)
+        ...
+
+    state = train_step.init(init_fn, jax.random.key(0), example=(batch,))
+    print(train_step.plan(state, batch))
+    state, metrics = train_step(state, batch)
+
+- To train: `parallelize`, `value_and_grad`, `grad`; `splitjax.nnx` and `splitjax.equinox` for steps over their modules.
+- To look: a step's `plan`, `report`, `memory`, `profile`, `advise` and `verify`; `Plan` and `Report`.
+- To decide yourself: `Rule`, `RuleSet` and `splitjax.rules`; `splitjax.sync`; `PartialBackprop`.
+- What it does not know: `kernel`, `register_dims`, `register_primitive`.
+- Around the step: `splitjax.data`, `splitjax.models`, `splitjax.runtime` (loop, checkpoints, processes), `initialize`,
+  `global_batch`, `splitjax.schedule` (many jobs on one cluster).
+- From a shell: `splitjax --help`.
 
 Importing it starts no JAX backend and takes little longer than importing JAX: every name is imported when it is first
 used, and with it what it needs (Flax NNX and Equinox with `splitjax.nnx` and `splitjax.equinox` only). In a process
@@ -70,6 +87,8 @@ _PLACES = {
     "register_primitive": "primitives.register",
     "value_and_grad": "lower.gradient",
 }
+# What `dir` shows of them: the modules that users name.
+_SHOWN = ("data", "equinox", "errors", "jax_kernels", "models", "nnx", "rules", "runtime", "schedule", "sync")
 _SUBMODULES = (
     "compile",
     "cost",
@@ -112,4 +131,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "data", "equinox", "errors", "jax_kernels", "models", "nnx", "schedule", "sync"])
+    return sorted([*__all__, *_SHOWN])

@@ -37,6 +37,7 @@ from splitjax.step.keywords import VerifySizes
 from splitjax.step.methods import Methods
 from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
 from splitjax.step.traced import naming_axes
+from splitjax.step.words import step_words
 from splitjax.sync.costs.schemes import Link
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """Every program this step was planned for, each with the reason why the earlier ones did not serve."""
         records = [record for step in self._steps.values() for record in step.compiles]
         return tuple(dataclasses.replace(record, number=n) for n, record in enumerate(records, 1))
+
+    def __repr__(self) -> str:
+        asked = (self._parent or self)._keywords
+        return step_words(self._name, asked["mesh"], asked["rules"], len(self.compiles))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))

@@ -30,6 +30,7 @@ from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
 from splitjax.step.methods import Methods
 from splitjax.step.positions import ArgumentRoles, make_options, positional
+from splitjax.step.words import step_words
 
 if TYPE_CHECKING:
     from splitjax.cost.memory.lifetimes import ProgramMemory
@@ -98,6 +99,9 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         """Every program this step was planned for, in order, each with the reason why the earlier ones did not
         serve."""
         return tuple(self._programs.compiles)
+
+    def __repr__(self) -> str:
+        return step_words(self._recipe.name, self._programs.asked_mesh, self._recipe.rules, len(self.compiles))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))

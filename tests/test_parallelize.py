@@ -283,3 +283,15 @@ def test_an_unknown_primitive_off_every_sharded_path_is_no_error():
         return {"w": state["w"] + 1, "n": strange.bind(state["n"])}, (batch @ state["w"]).sum()
 
     splitjax.parallelize(uses, mesh=MESH)({**fresh(), "n": np.ones((3,), np.float32)}, BATCH)
+
+
+def test_a_step_says_what_it_is():
+    @splitjax.parallelize(mesh={"data": 2, "model": 4}, rules="megatron")
+    def train_step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state)
+        return state - grads, loss
+
+    assert repr(train_step).startswith("<step train_step on data=2 x model=4, rules megatron, not called yet; print(")
+    train_step.plan(jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    assert "planned 1 time;" in repr(train_step)
+    assert repr(splitjax.parallelize(train_step.__wrapped__)).startswith("<step train_step on all devices, rules split")

@@ -79,6 +79,11 @@ class StepPrograms:
         self._observers: dict[Signature, TableObserver] = {}  # where tables are synchronised by rows
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
 
+    @property
+    def asked_mesh(self) -> Mesh | AbstractMesh | MeshSizes | None:
+        """The mesh as it was asked for: no device is looked at."""
+        return self._training.asked_mesh if self._training is not None else self._mesh_request
+
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh on which arrays come and go, made when it is first needed."""
