@@ -14,6 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from _site.contents import PAGES, contents
 from _site.docstrings import as_restructured_text
+from _site.tabs import with_tabs
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -61,7 +62,8 @@ default_role = "code"
 
 
 def _add_contents(app: Sphinx, name: str, source: list[str]) -> None:
-    """Appends the table of contents to the pages that have one."""
+    """Appends the table of contents to the pages that have one, and puts tabs where a page asks for them."""
+    source[0] = with_tabs(source[0])
     if name in PAGES:
         source[0] += contents(name)
 
