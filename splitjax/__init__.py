@@ -1,13 +1,16 @@
 """Decorate a JAX training step; it trains sharded on many devices with the same numbers.
 
-    @splitjax.parallelize(mesh={"data": 2, "model": 4}, rules="splitbrain")
-    def train_step(state, batch):
-        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"], batch)
-        ...
+```python
+@splitjax.parallelize(mesh={"data": 2, "model": 4}, rules="splitbrain")
+def train_step(state, batch):
+    loss, grads = splitjax.value_and_grad(loss_fn)(state["params"], batch)
+    ...
 
-    state = train_step.init(init_fn, jax.random.key(0), example=(batch,))
-    print(train_step.plan(state, batch))
-    state, metrics = train_step(state, batch)
+
+state = train_step.init(init_fn, jax.random.key(0), example=(batch,))
+print(train_step.plan(state, batch))
+state, metrics = train_step(state, batch)
+```
 
 - To train: `parallelize`, `value_and_grad`, `grad`; `splitjax.nnx` and `splitjax.equinox` for steps over their modules.
 - To look: a step's `plan`, `report`, `memory`, `profile`, `advise` and `verify`; `Plan` and `Report`.
