@@ -227,6 +227,27 @@ def test_three_axes_take_annotations_of_both_flaxes(kind):
     assert spec_of(model.layers[0].kernel.get_raw_value()) == (("data", "fsdp"), "tensor")
 
 
+class HalfAnnotated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(INIT, ("mlp", "embed"))
+        x = nn.tanh(nn.Dense(64, kernel_init=init, param_dtype=jnp.float64)(x))
+        return nn.Dense(16, kernel_init=INIT, param_dtype=jnp.float64)(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_axes_take_annotations_under_fsdp(kind):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(KINDS[kind],) * 3)
+    init, linen_step = linen(HalfAnnotated())
+    step = splitjax.parallelize(linen_step, mesh=mesh, rules="fsdp")
+    with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", "tensor"))):
+        state = step.init(init, jax.random.key(0), example=(batch_of(),))
+    got = step(state, batch_of())
+    assert_close(got, jax.jit(linen_step)(init(jax.random.key(0)), batch_of()))
+    assert spec_of(got[0]["params"]["Dense_0"]["kernel"].value) == ("tensor", "fsdp")
+    assert spec_of(got[0]["params"]["Dense_1"]["kernel"]) != ()  # by the rule: what is pinned comes before it
+
+
 # Arrays that lie somewhere.
 
 

@@ -92,7 +92,7 @@ def advise_calls(
         bound = bind(recipe.fn, recipe.options, args)
         if measuring is None:
             entry = build_entry(plain, mesh, trace_step(plain, bound, mesh=mesh))
-            check_shares(entry.graph, entry.plan.mesh, recipe.rules, "an advice", place)
+            check_shares(entry.graph, entry.plan.mesh, recipe.rules.batch_axes(entry.plan.mesh), "an advice", place)
             measuring = _Measuring.of(entry, inside_mesh(mesh), backprop, place)
         elif bound.signature != measuring.entry.bound.signature:
             raise PartialError(

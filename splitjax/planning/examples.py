@@ -11,7 +11,7 @@ from splitjax.errors import BatchError
 from splitjax.mesh import MeshShape
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import boundaries, everywhere
-from splitjax.rules import RuleSet
+from splitjax.roles import Role
 from splitjax.rules.match import axes_text
 from splitjax.trace.graph import Graph
 
@@ -20,14 +20,14 @@ def check_examples(draft: Draft) -> None:
     """Raises `BatchError` where a step, a `draft` of its plan, has to tell its examples apart and cannot."""
     reason = _apart(draft)
     if reason is not None:
-        check_shares(draft.graph, draft.shape, draft.request.rules, reason, f"call of {draft.request.name}")
+        check_shares(draft.graph, draft.shape, _wanted_axes(draft), reason, f"call of {draft.request.name}")
 
 
-def check_shares(graph: Graph, mesh: MeshShape, rules: RuleSet, reason: str, place: str) -> None:
+def check_shares(graph: Graph, mesh: MeshShape, axes: tuple[str, ...], reason: str, place: str) -> None:
     """Raises `BatchError` where the batch has no examples that are divided into equal shares.
 
-    **Arguments:** `graph`: the step. `mesh`, `rules`: of its plan, whose batch axes the shares are for. `reason`: who
-    needs them, in words. `place`: what an error names as its place."""
+    **Arguments:** `graph`: the step. `mesh`: of its plan. `axes`: the mesh axes along which the shares lie. `reason`:
+    who needs them, in words. `place`: what an error names as its place."""
     sizes = {leaf.path: leaf.shape[leaf.example_dim] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
     if len(set(sizes.values())) > 1:
         raise BatchError(
@@ -40,7 +40,6 @@ def check_shares(graph: Graph, mesh: MeshShape, rules: RuleSet, reason: str, pla
                 " outside batch_argnums, or do without it: every array is laid out for itself then"
             ),
         )
-    axes = rules.batch_axes(mesh)
     num = mesh.size(axes)
     for path, size in sizes.items():
         if size % num:
@@ -54,10 +53,23 @@ def check_shares(graph: Graph, mesh: MeshShape, rules: RuleSet, reason: str, pla
             )
 
 
+def _wanted_axes(draft: Draft) -> tuple[str, ...]:
+    """Returns the axes over which the batch is to lie. A pinned plan has only those of them that divided its batch, and
+    says of the others by its mode."""
+    mesh, pinned = draft.shape, draft.request.pinned
+    if pinned is None:
+        return draft.request.rules.batch_axes(mesh)
+    if pinned.replicated_batch == "all":
+        return mesh.present(mesh.names)
+    by_role = (axis for axis in mesh.names if mesh.roles.role(axis) in (Role.DATA, Role.STORAGE))
+    wanted = {*by_role, *pinned.batch_axes}
+    return mesh.present([axis for axis in mesh.names if axis in wanted])
+
+
 def _apart(draft: Draft) -> str | None:
     """Returns what needs to tell examples apart; None where the layout alone is asked for."""
     request = draft.request
-    if request.backprop is not None:
+    if request.backprop is not None or (request.pinned is not None and request.pinned.partial is not None):
         return "partial backpropagation"
     if request.group_comm in ("turns", "modulo"):
         return f"group_comm={request.group_comm!r}"

@@ -39,6 +39,7 @@ def lay_out(draft: Draft) -> Draft:
         layout = _followed(graph, request.rules, mesh, _specs_like(graph, request.followed))
     elif request.pinned is not None:
         layout = _pinned(graph, request.pinned, mesh)
+        check_examples(draft)
     else:
         layout = assign(graph, request.rules, mesh, draft.pins.by_path)
         check_examples(draft)

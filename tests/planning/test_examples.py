@@ -126,3 +126,13 @@ def test_what_needs_to_tell_examples_apart_is_refused_with_that_reason(reason, b
     with pytest.raises(BatchError) as caught:
         parallel.plan(parameters(), batch)
     assert reason in str(caught.value) and caught.value.remedy
+
+
+def test_a_pinned_plan_of_an_uneven_batch_names_its_size():
+    """The plan has no axis for such a batch, so that its devices looked like a single worker."""
+    batch, make = examples(10), lambda **options: splitjax.parallelize(training(loss), mesh={"data": 4}, **options)
+    pinned = make(rules="data_parallel").plan(parameters(), batch)
+    with pytest.raises(BatchError, match="10 examples do not divide by data=4, and partial backpropagation") as caught:
+        make(plan=pinned, backprop=splitjax.PartialBackprop()).plan(parameters(), batch)
+    assert "8 or 12 examples" in caught.value.remedy
+    assert make(plan=pinned).plan(parameters(), batch).batch_axes == ()
