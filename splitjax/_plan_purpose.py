@@ -31,6 +31,8 @@ class PurposeKind(enum.StrEnum):
     GRADIENT_ROWS = "gradient_rows"  # sums the rows of a table's gradient, by `Purpose.scheme`
     NEW_VALUE = "new_value"  # puts together its new value, of which each worker has updated a part
     STORED_WEIGHT = "stored_weight"  # gathers it for a pass, where it is split for storage alone
+    DEALT_COLUMNS = "dealt_columns"  # deals its columns out, where it holds several weights side by side
+    DEALT_GRADIENT = "dealt_gradient"  # takes its gradient's columns back from where `DEALT_COLUMNS` brought them
 
     # Crossings: replicated layers have each worker's own examples, split layers those of the whole group.
     ENTER_COLUMNS = "enter_columns"  # brings the examples of the group to a column-split layer
@@ -73,6 +75,8 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.GRADIENT_ROWS: "rows of the gradient of {leaf}, by {scheme}",
     PurposeKind.NEW_VALUE: "new value of {leaf}, from its split optimizer state",
     PurposeKind.STORED_WEIGHT: "{phase}: {leaf} is stored in pieces",
+    PurposeKind.DEALT_COLUMNS: "{phase}: columns of {leaf}, which holds several weights, to their devices",
+    PurposeKind.DEALT_GRADIENT: "gradient of {leaf}, its columns back to where they are stored",
     PurposeKind.ENTER_COLUMNS: "{phase}: the group's examples enter a split layer",
     PurposeKind.RETURN_COLUMNS: "{phase}: input cotangents return to their workers",
     PurposeKind.ENTER_ROWS: "{phase}: the group's examples enter a row-split layer",

@@ -20,11 +20,12 @@ from splitjax.lower.strategies import CHOOSER, StepWays
 from splitjax.mesh import inside_mesh, platform_of
 from splitjax.plan import LeafPlan
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
+from splitjax.planning.fused import fused_products
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import predict
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
-from splitjax.step.traced import Traced, trace_step
+from splitjax.step.traced import Traced, trace_step, with_dealt
 
 
 def build_entry(recipe: Recipe, mesh: Mesh | AbstractMesh, traced: Traced) -> CompiledEntry:
@@ -50,7 +51,10 @@ def begin(
         specs = [leaf.spec for leaf in draft.layout.leaves]
         traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
         draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
-    notes = [] if inside_mesh(mesh) is mesh else _about_types(mesh, traced)
+    products, fused = fused_products(draft)
+    if products:
+        draft = draft_step(with_dealt(traced, products), inside_mesh(mesh), request, CHOOSER)
+    notes = [*fused] if inside_mesh(mesh) is mesh else [*fused, *_about_types(mesh, traced)]
     return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
 
 

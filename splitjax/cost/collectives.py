@@ -41,6 +41,7 @@ _BYTES = {
     "all_gather": all_gather_bytes,
     "reduce_scatter": reduce_scatter_bytes,
     "all_to_all": all_to_all_bytes,
+    "collective_permute": lambda num_devices, num_bytes: num_bytes if num_devices > 1 else 0,
 }
 # What `_activations` gives for crossings, where a worker's examples go to, or come from, the rest of its group.
 _CROSSINGS = frozenset({Kind.ENTER_COLUMNS, Kind.RETURN_COLUMNS, Kind.ENTER_ROWS, Kind.RETURN_ROWS})
@@ -92,22 +93,28 @@ def _in_turns(event: Event, mesh: MeshShape) -> tuple[Event, ...]:
     return (summed,)
 
 
-def use_events(i: int, chain: Sequence[WeightFlow], mesh: MeshShape, group_comm: str) -> Iterator[Event]:
+def use_events(
+    i: int, chain: Sequence[WeightFlow], mesh: MeshShape, group_comm: str, sums_apart: bool = False
+) -> Iterator[Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving it.
     It depends on the flow at `i`, and on those at its producer and its consumer.
 
     `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
-    instead."""
-    for event in _activations(i, chain, mesh):
+    instead. `sums_apart`: whether the compiler sums the cotangents of one input by one (`prediction.Manner`)."""
+    for event in _activations(i, chain, mesh, sums_apart):
         yield from _in_turns(event, mesh) if group_comm == "turns" else (event,)
 
 
-def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
+def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape, sums_apart: bool) -> Iterator[Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving
     it."""
     flow = chain[i]
     differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
-    if flow.data_group_bytes and flow.same_input is None:
+    shared = flow.same_input is not None
+    if shared and sums_apart and not flow.crossing and flow.free and not flow.at_hand and differentiated:
+        source = linked(flow.producer, flow.free, chain)
+        shared = source is not None and bool(set(source.free) & set(flow.free))
+    if flow.data_group_bytes and not shared:
         entering = (
             *_enter_stacked(flow, chain, mesh),
             *_enter_column(flow, chain, mesh),
@@ -144,8 +151,9 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     axes = flow.contracted
     if not axes or flow.at_hand:
         return
-    source = linked(flow.producer, axes, chain)
-    if source and set(source.free) & set(axes):
+    sources = [linked(position, axes, chain) for position in (flow.producer, *flow.producers)]
+    source = sources[0]
+    if any(each and set(each.free) & set(axes) for each in sources):
         return
     if source or not flow.crossing:
         yield "all_gather", axes, flow.data_group_bytes, _backward(Kind.ROWS_COTANGENT)
@@ -230,6 +238,7 @@ class Weight:
     - `in_group`: the axes over whose devices it is added to one and the same value, so that all of them have its whole
       gradient.
     - `narrowed`: how many times fewer bytes it has in the dtype in which it is used (`StepStructure.narrowed`).
+    - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends.
     """
 
     leaf: LeafPlan
@@ -239,6 +248,7 @@ class Weight:
     parts: Axes
     in_group: Axes
     narrowed: int = 1
+    dealt: tuple[tuple[Axes, int], ...] = ()
 
 
 def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
@@ -275,3 +285,6 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         yield "all_reduce", rest, own, _backward(Kind.GRADIENT, leaf.path)
     if parts:
         yield "all_gather", parts, shard, _backward(Kind.GRADIENT_GROUPS, leaf.path)
+    for axes, sent in weight.dealt:
+        yield "collective_permute", axes, sent, _forward(Kind.DEALT_COLUMNS, leaf.path)
+        yield "collective_permute", axes, sent, _backward(Kind.DEALT_GRADIENT, leaf.path)

@@ -48,6 +48,8 @@ class WeightFlow:
     - `out_share_bytes`, `out_group_bytes`: bytes of its output.
     - `producer`: the position in the chain of the last use before it whose output it reads; None for none known.
     - `consumer`: the position of the first use that reads its output; None for none known.
+    - `producers`: the positions of all uses before it whose output it reads, the last first: of an attention's output
+      projection those of query, key and value.
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
@@ -67,6 +69,7 @@ class WeightFlow:
     consumer: int | None
     same_input: int | None
     at_hand: bool = False
+    producers: tuple[int, ...] = ()
 
     @property
     def axes(self) -> Axes:
@@ -100,7 +103,7 @@ class UseLinks:
     - `use`: the operation. `roles`: of its weight's dims: contracted, free, stacked or whole.
     - `data_bytes`, `out_bytes`: bytes of the activations that it reads (0 for lookups of ids) and of its output, for
       the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
-    - `producer`, `consumer`: as for `WeightFlow`.
+    - `producer`, `consumer`, `producers`: as for `WeightFlow`.
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
     """
 
@@ -113,6 +116,7 @@ class UseLinks:
     producer: int | None
     consumer: int | None
     same_value: tuple[int, ...]
+    producers: tuple[int, ...] = ()
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -127,6 +131,8 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
     consumers = _first_readers(reads, writes)
     last_writer: dict[int, int] = {}
+    writers: dict[int, list[int]] = {}
+    read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
     readers: dict[Hashable, list[int]] = {}  # of one value
     links = []
     for i, use in enumerate(uses):
@@ -144,11 +150,17 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 data_batched=any(dim and dim[0] in graph.example_atoms for dim in use.data_dims),
                 out_batched=any(dim and dim[0] in graph.example_atoms for dim in use.out_dims),
                 producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
+                producers=tuple(sorted({j for label in reads[i] for j in writers.get(label, ())}, reverse=True)),
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),
             )
         )
+        for label in writes[i]:
+            # What read a layer's input together writes together: query, key and value.
+            beside = [j for j in writers.get(label, ()) if set(alike) & set(read_by.get(j, ()))]
+            writers[label] = [*beside, i]
+        read_by[i] = alike
         last_writer.update(dict.fromkeys(writes[i], i))
         for value in alike:
             readers.setdefault(value, []).append(i)
@@ -225,6 +237,7 @@ def flow_of(
             path in planned and not set(planned[path].axes_by_dim[0] if planned[path].spec else ()) & set(own)
             for path in use.fed_by
         ),
+        producers=links.producers,
     )
 
 

@@ -31,6 +31,7 @@ from splitjax.cost.collectives import (
 )
 from splitjax.cost.compute import predict_compute
 from splitjax.cost.convolutions import derive_convolutions
+from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
 from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all, flow_of, split_of
 from splitjax.cost.memory import LeafBytes, bytes_by_leaf, leaf_bytes, total_memory, use_bytes
 from splitjax.cost.structure import StepStructure
@@ -72,11 +73,14 @@ class Manner:
       instead.
     - `by_rows`: for tables whose gradients are rows, path -> the bytes that a device has of these rows. The memory
       counts them; the collectives are those of dense gradients, which whoever synchronises rows replaces.
+    - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
+      value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
     """
 
     backward: bool = True
     group_comm: str = "gather"
     by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sums_apart: bool = False
 
 
 def predict_collectives(
@@ -200,7 +204,8 @@ class Prediction:
             *(path for i in touched for path in structure.added_by.get(i, ())),
             *(path for path in {*parts, *self.parts} if parts.get(path) != self.parts.get(path)),
         }
-        renewed = {i: _weight(structure, i, layout, flows, parts) for i in map(structure.position.__getitem__, weights)}
+        positions = map(structure.position.__getitem__, weights)
+        renewed = {i: _weight(structure, i, layout, flows, parts, mesh) for i in positions}
         renewed = {i: weight for i, weight in renewed.items() if weight != self.weights[i]}
         other_rows = {
             path for path in {*manner.by_rows, *rows_before} if manner.by_rows.get(path) != rows_before.get(path)
@@ -248,7 +253,7 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
     leaves, mesh = tuple(step.leaves), step.mesh
     flows = flow_all(structure.links, leaves, setting)
     transforms, parts = _evaluated_locally(structure, leaves, setting)
-    weights = tuple(_weight(structure, i, leaves, flows, parts) for i in range(len(leaves)))
+    weights = tuple(_weight(structure, i, leaves, flows, parts, mesh) for i in range(len(leaves)))
     return Prediction(
         structure,
         setting,
@@ -292,7 +297,7 @@ def _sent_by_use(
     """Returns what moves activations around the use at position `i`."""
     use = flows[i].use
     layer = structure.names.get(use.param, use.layer)
-    return sent_by(layer, use_events(i, flows, mesh, manner.group_comm), mesh, manner.backward)
+    return sent_by(layer, use_events(i, flows, mesh, manner.group_comm, manner.sums_apart), mesh, manner.backward)
 
 
 def _sent_by_leaf(structure: StepStructure, weight: Weight | None, setting: Setting, manner: Manner) -> Sent:
@@ -314,6 +319,7 @@ def _weight(
     leaves: Sequence[LeafPlan],
     flows: Sequence[WeightFlow],
     parts: Mapping[str, Axes],
+    mesh: MeshShape,
 ) -> Weight | None:
     """Returns what the collectives of the leaf at position `i` depend on; None where it is no parameter."""
     leaf = leaves[i]
@@ -328,7 +334,18 @@ def _weight(
         parts=parts.get(path, ()),
         in_group=_added_in_group(structure.added_to.get(path, ()), flows),
         narrowed=structure.narrowed.get(path, 1),
+        dealt=tuple(_dealt(structure, leaf, mesh)),
     )
+
+
+def _dealt(structure: StepStructure, leaf: LeafPlan, mesh: MeshShape) -> Iterator[tuple[Axes, int]]:
+    """Yields, for each round in which columns of a parameter are dealt out, the axes, and the bytes that a device
+    sends."""
+    for each in structure.dealt.get(leaf.path, ()):
+        axes = deal_axes(structure.graph, each, leaf, mesh)
+        rounds = moves_of(each).num_rounds
+        for _ in range(rounds if axes else 0):
+            yield axes, each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
 
 
 def _added_in_group(uses: Sequence[int], flows: Sequence[WeightFlow]) -> Axes:

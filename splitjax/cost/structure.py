@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from splitjax.cost.flow import UseLinks, link_uses, reads_ids
 from splitjax.plan import LayerPlan
+from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.graph import Graph, Use, itemsize
 
 # Dtypes in which weights are gathered, and their gradients summed, where a parameter is cast to them before its use.
@@ -41,6 +42,7 @@ class StepStructure:
     - `added_by`: the reverse: by use, the paths of these parameters.
     - `narrowed`: by parameter that all of its uses read in a narrower dtype (bfloat16 of float32), how many times
       fewer bytes its values and gradients have where they travel.
+    - `dealt`: by parameter, where its columns are dealt out.
     - `has_convolutions`, `has_transforms`: whether it has operations that are evaluated device by device.
     """
 
@@ -58,6 +60,7 @@ class StepStructure:
     added_to: Mapping[str, tuple[int, ...]]
     added_by: Mapping[int, tuple[str, ...]]
     narrowed: Mapping[str, int]
+    dealt: Mapping[str, tuple[DealtWeight, ...]]
     has_convolutions: bool
     has_transforms: bool
 
@@ -91,7 +94,10 @@ class StepStructure:
             names,
             uses_of,
             beside=_grouped(
-                (j, i) for i, each in enumerate(links) for j in (each.producer, each.consumer) if j is not None
+                (j, i)
+                for i, each in enumerate(links)
+                for j in dict.fromkeys((each.producer, each.consumer, *each.producers))
+                if j is not None
             ),
             read_alike=_grouped((j, i) for i, each in enumerate(links) for j in each.same_value),
             fed_from=_grouped((path, i) for i, each in enumerate(links) for path in each.use.fed_by),
@@ -101,6 +107,7 @@ class StepStructure:
             added_to=added_to,
             added_by=_grouped((i, path) for path, uses in added_to.items() for i in uses),
             narrowed={path: _narrowed(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
+            dealt=_grouped((each.param, each) for each in graph.dealt),
             has_convolutions=any(suspect.convolution is not None for suspect in graph.suspects),
             has_transforms=any(suspect.transform is not None for suspect in graph.suspects),
         )

@@ -16,6 +16,7 @@ from splitjax.plan import Constraint
 from splitjax.planning.draft import Draft
 from splitjax.planning.sites.callbacks import gather_callbacks
 from splitjax.planning.sites.constraints import derive_constraints
+from splitjax.planning.sites.dealing import deal_notes, derive_deals
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
 from splitjax.planning.sites.grids import derive_grids
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
@@ -68,7 +69,7 @@ def constrain(draft: Draft) -> Draft:
     kernels = derive_kernels(graph, sharded, mesh)
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
-        (*constraints, *pin_gradients(graph, layout.leaves)),
+        (*constraints, *pin_gradients(graph, layout.leaves, sharded)),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),
             weight_uses(chain, layout.leaves, mesh),
@@ -78,9 +79,11 @@ def constrain(draft: Draft) -> Draft:
             rewrites=rewritten_sites(graph, mesh),
             guarded=guarded_sites(suspects),
             kernels=(*kernels, *grids),
+            deals=derive_deals(graph, layout.leaves, mesh),
         ),
     )
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
+    said = (*said, *deal_notes(graph, layout.leaves, mesh))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)
     return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(

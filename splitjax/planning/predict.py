@@ -170,7 +170,8 @@ def dense_prediction(draft: Draft) -> Prediction:
     step = LaidOutStep(
         draft.graph, layout.leaves, layout.layers, draft.shape, layout.batch_axes, layout.replicated_batch
     )
-    return predict_step(step, Manner(draft.takes_gradient, draft.group_comm, row_bytes_of(draft.tables)))
+    apart = draft.request.platform == "cpu"
+    return predict_step(step, Manner(draft.takes_gradient, draft.group_comm, row_bytes_of(draft.tables), apart))
 
 
 def memory_of(draft: Draft) -> Memory:

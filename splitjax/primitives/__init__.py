@@ -5,6 +5,7 @@ Importing the package completes the table (`table.OPERATIONS`); `register_primit
 """
 
 from splitjax.primitives import (
+    dealt,
     dims_elementwise,
     dims_fused,
     dims_mixing,
@@ -20,6 +21,7 @@ from splitjax.primitives import (
 )
 
 __all__ = [
+    "dealt",
     "dims_elementwise",
     "dims_fused",
     "dims_mixing",

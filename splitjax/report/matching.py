@@ -34,6 +34,7 @@ _ABOUT: Mapping[PurposeKind, str] = {
     PurposeKind.GRADIENT: GRADIENT,
     PurposeKind.GRADIENT_ONTO_STATE: GRADIENT,
     PurposeKind.GRADIENT_GROUPS: MOVED,
+    PurposeKind.DEALT_GRADIENT: MOVED,
     PurposeKind.GRADIENT_HANDED: HANDED,
     PurposeKind.GRADIENT_ROWS: ROWS,
     PurposeKind.STORED_WEIGHT: WEIGHT,

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from splitjax.mesh import MeshShape
 from splitjax.rules.decisions import Axes, Decisions, ParameterDecision
+from splitjax.rules.heads import cut_through, heads_in_the_way
 from splitjax.rules.match import (
     axes_text,
     candidates,
@@ -228,7 +229,8 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
     elif dim_text(source, source_dim) != EXPERT:  # the columns of a router, which are one for each expert
         dims = [dim for dim in dims if dim_text(target, dim) != EXPERT]
     for dim in dims:
-        if _illegal(work, {hard[dim]: choice.axes}) is None:
+        cut = cut_through(work.graph, work.mesh, target, dim, choice.axes)
+        if not cut and _illegal(work, {hard[dim]: choice.axes}) is None:
             work.chosen[hard[dim]] = choice
             return
 
@@ -239,7 +241,10 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     rule, given, hard = work.rules[leaf.path], work.given(leaf), work.hard(leaf)
     refusals: list[str] = []
     picked: dict[int, Axes] | None = None
-    for alternative in rule.shard if rule else ():
+    # Another dim would take the axis where a head is in its way, and every device's part of a sum with it.
+    whole = "" if rule is None else heads_in_the_way(work.graph, work.mesh, leaf, rule, given)
+    refusals += [whole] if whole else []
+    for alternative in rule.shard if rule and not whole else ():
         fit = _fit(work, leaf, alternative, near)
         if not isinstance(fit, str):
             picked = fit
@@ -344,6 +349,8 @@ def _refuse(
                 return f"{name} stays whole, as in {follow.path}"
     if not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
         return f"{sized_text(work.graph, leaf, dim)} does not divide by {axes_text(work.mesh, axes)}"
+    if ref != LARGEST and not isinstance(ref, int) and (cut := cut_through(work.graph, work.mesh, leaf, dim, axes)):
+        return cut
     if dim in given and given[dim].axes != axes:
         choice = given[dim]
         there = f"is split over {axes_text(work.mesh, choice.axes)}" if choice.axes else "stays whole"

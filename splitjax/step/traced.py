@@ -22,6 +22,7 @@ from splitjax.plan import Spec
 from splitjax.rules.pins import Said
 from splitjax.step.annotations import Annotation, constraints_in, has_explicit, typed_leaf, untyped
 from splitjax.step.arguments import Bound, abstract
+from splitjax.step.dealing import FusedProduct, rewritten
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
@@ -118,6 +119,16 @@ def trace_step(
     graph = build_graph(jaxpr, bound.arguments, matched)
     resized = resized_trace(bound, retrace, [leaf.example_dim for leaf in graph.leaves])
     return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))
+
+
+def with_dealt(traced: Traced, products: Sequence[FusedProduct]) -> Traced:
+    """Returns a traced step in which the fused weights of `products` are dealt out to devices: its trace, and those
+    that are made of it later."""
+    retrace = lambda leaves: rewritten(traced.retrace(leaves), products)
+    jaxpr = rewritten(traced.jaxpr, products)
+    graph = build_graph(jaxpr, traced.bound.arguments, traced.matched)
+    resized = resized_trace(traced.bound, retrace, [leaf.example_dim for leaf in graph.leaves])
+    return dataclasses.replace(traced, jaxpr=jaxpr, graph=graph, retrace=retrace, resized=resized)
 
 
 class _StepCall:

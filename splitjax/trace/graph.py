@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.tables import LookupTable
 
 Dim = tuple[int, ...]
@@ -347,6 +348,8 @@ class Graph:
     - `tables`: parameters that rows are looked up in.
     - `scanned`: what loops around the gradient read turn by turn and holds examples.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
+    - `dealt`: fused weights whose columns are dealt out to devices, in program order.
+    - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
 
     Iterating over a graph gives its layers.
     """
@@ -371,6 +374,8 @@ class Graph:
     tables: tuple[LookupTable, ...] = ()
     scanned: tuple[ScannedBatch, ...] = ()
     foreign: tuple[ForeignCall, ...] = ()
+    dealt: tuple[DealtWeight, ...] = ()
+    inside_heads: frozenset[int] = frozenset()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Leaf]:

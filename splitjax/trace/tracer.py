@@ -18,6 +18,7 @@ from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
+from splitjax.trace.dealt import find_dealt
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, batch_values, example_labels, is_floating
 from splitjax.trace.foreign import find_foreign
@@ -97,7 +98,7 @@ def _assemble(
 ) -> Graph:
     """Describes the step's leaves, layers and operations, now that all classes are known."""
     sources = weight_sources(flat, flow)
-    uses = find_uses(flat, linked, flow, sources)
+    uses, head_dims = find_uses(flat, linked, flow, sources)
     dim_names = name_dims(flat, linked, flow, uses, sources)
     names, norms = group_params(arguments, KnownValues(flat, flow, linked, sources), uses, classes, dim_names)
     batch = batch_values(flat, arguments)
@@ -131,6 +132,8 @@ def _assemble(
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
         foreign=find_foreign(flat, classes),
+        inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
+        dealt=find_dealt(flat, classes, sources, arguments),
         scanned=tuple(_scanned(flat, classes, stepping)),
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from splitjax.primitives.dims import DimMap
 from splitjax.primitives.operation import Linearity
 from splitjax.trace.attention import mark_attention
+from splitjax.trace.classes import DimRef
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
@@ -49,8 +50,10 @@ class RawUse:
     attention: bool = False
 
 
-def find_uses(flat: FlatStep, linked: Linked, flow: ValueFacts, sources: Sequence[frozenset[int]]) -> list[RawUse]:
-    """Finds all uses of weights in program order.
+def find_uses(
+    flat: FlatStep, linked: Linked, flow: ValueFacts, sources: Sequence[frozenset[int]]
+) -> tuple[list[RawUse], tuple[DimRef, ...]]:
+    """Finds all uses of weights in program order, and the dims of values that lie inside of heads (`Attention`).
 
     **Arguments:**
 
@@ -75,7 +78,10 @@ def find_uses(flat: FlatStep, linked: Linked, flow: ValueFacts, sources: Sequenc
     at = {use.op: (use.weight, use.data) for use in raw if use.data is not None}
     recurrent = mark_recurrent(flat, linked, flow, at)
     attention = mark_attention(flat, linked, flow, at)
-    return [dataclasses.replace(use, recurrent=use.op in recurrent, attention=use.op in attention) for use in raw]
+    marked = [
+        dataclasses.replace(use, recurrent=use.op in recurrent, attention=use.op in attention.uses) for use in raw
+    ]
+    return marked, attention.head_dims
 
 
 def weight_sources(flat: FlatStep, flow: ValueFacts) -> list[frozenset[int]]:

@@ -19,6 +19,7 @@ from splitjax import _compat
 from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
+from splitjax.lower.products.local_deal import evaluate_deal
 from splitjax.lower.products.local_kernel import evaluate_grid, evaluate_kernel
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.rebuilding import REBUILD
@@ -33,6 +34,7 @@ from splitjax.planning.sites.scatter import Summed
 from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import BOUNDARY, CALLS, CallKind, call_body, names
+from splitjax.primitives.dealt import DEAL
 from splitjax.primitives.foreign.grids import PALLAS
 from splitjax.primitives.foreign.wrapped import KERNEL
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Selective
@@ -178,6 +180,8 @@ def _placed(
     if results is None and site in layout.sites.kernels and eqn.primitive.name in (KERNEL, PALLAS):
         run = evaluate_kernel if eqn.primitive.name == KERNEL else evaluate_grid
         results = run(layout.sites.kernels[site], eqn, values, layout.where.here())
+    if results is None and site in layout.sites.deals and eqn.primitive.name == DEAL:
+        results = evaluate_deal(layout.sites.deals[site], eqn, values, layout.where.here())
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.transforms import LocalTransform
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
+from splitjax.planning.sites.dealing import LocalDeal
 from splitjax.planning.sites.exchange import Exchange, WeightUse
 from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
@@ -34,6 +35,7 @@ class SiteDecisions:
     - `convolutions`, `transforms`: convolutions and Fourier transforms that are evaluated device by device.
     - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
     - `kernels`: kernels of which each device runs its part.
+    - `deals`: fused weights whose columns devices deal out among themselves.
     """
 
     explicit: Sequence[Exchange | Scatter | Summed] = ()
@@ -44,6 +46,7 @@ class SiteDecisions:
     rewrites: Collection[Site] = ()
     guarded: Collection[Site] = ()
     kernels: Sequence[LocalKernel] = ()
+    deals: Sequence[LocalDeal] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,7 @@ class SiteLayout:
     - `rewritten`: operations that are evaluated as others of the same meaning.
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
     - `kernels`: kernels of which each device runs its part.
+    - `deals`: fused weights whose columns devices deal out among themselves.
     """
 
     by_site: Mapping[Site, tuple[Constraint, ...]] = dataclasses.field(default_factory=dict)
@@ -74,11 +78,12 @@ class SiteLayout:
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
     kernels: Mapping[Site, LocalKernel] = dataclasses.field(default_factory=dict)
+    deals: Mapping[Site, LocalDeal] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def decided(self) -> frozenset[Site]:
         """Every site at which something is decided: an equation elsewhere, if it is no call, is bound as it is."""
-        products = (self.exchanges, self.sums, self.convolutions, self.transforms, self.kernels)
+        products = (self.exchanges, self.sums, self.convolutions, self.transforms, self.kernels, self.deals)
         kinds = (self.by_site, self.names, *products)
         return self.rewritten.union(self.guarded, *kinds)
 
@@ -90,7 +95,8 @@ class SiteLayout:
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
         explicit, convolutions = decided.explicit, decided.convolutions
-        own_sites = (decision.site for decision in (*explicit, *convolutions, *decided.transforms, *decided.kernels))
+        locally = (*convolutions, *decided.transforms, *decided.kernels, *decided.deals)
+        own_sites = (decision.site for decision in (*explicit, *locally))
         sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
         return cls(
             by_site={site: tuple(here) for site, here in by_site.items()},
@@ -104,6 +110,7 @@ class SiteLayout:
             rewritten=frozenset(decided.rewrites),
             guarded=frozenset(decided.guarded),
             kernels={kernel.site: kernel for kernel in decided.kernels},
+            deals={deal.site: deal for deal in decided.deals},
         )
 
     def without(self, manual: Sequence[str]) -> SiteLayout:

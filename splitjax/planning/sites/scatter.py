@@ -24,6 +24,7 @@ from splitjax.cost.flow import used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
 from splitjax.planning.sites.exchange import STAY, Exchange
+from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.rules.match import whole_dims
@@ -145,17 +146,36 @@ def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], re
     return tuple(axis for axis in leaf.axes if axis in mesh.wide and axis in batch_axes and axis not in used)
 
 
-def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan]) -> tuple[Constraint, ...]:
+def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims) -> tuple[Constraint, ...]:
     """Returns constraints on the results of the boundaries of `graph`, which pin every gradient of `leaves` that is
-    split to its parts."""
+    split to its parts. Gradients of whole heads that devices share are pinned whole: XLA would update each state leaf
+    in parts otherwise (`sharded`: what the plan splits), and gather all of them."""
     planned = {leaf.path: leaf for leaf in leaves}
-    why = "sharded state: a part of the gradient"
     pins: list[Constraint] = []
     for gradient in graph.gradients:
         leaf = planned.get(gradient.param)
-        if leaf is not None and leaf.gradient is not None and gradient.shape == leaf.shape:
+        if leaf is None or gradient.shape != leaf.shape:
+            continue
+        if leaf.gradient is not None:
+            why = "sharded state: a part of the gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
+        elif _shares_heads(graph, leaf, sharded):
+            why = "heads that devices share: the whole gradient"
+            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
     return tuple(pins)
+
+
+def _shares_heads(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:
+    """Tells whether a parameter has a dim of heads that it keeps whole, while others split the same dim."""
+    dims = graph.leaf(leaf.path).dims
+    with_heads = [
+        (dim, atoms) for dim, atoms in enumerate(dims) if {graph.local[atom] for atom in atoms} & graph.inside_heads
+    ]
+    return any(
+        graph.local[atoms[0]] not in graph.inside_heads
+        and bool(set(sharded.in_boundaries.get(graph.local[atoms[0]], ())) - set(leaf.axes_by_dim[dim]))
+        for dim, atoms in with_heads
+    )
 
 
 def derive_spreads(

@@ -1,0 +1,84 @@
+"""Finds the products with fused weights (query, key and value in one; gate and up in one) whose columns are to be dealt
+out to devices.
+
+A `Draft` with a layout comes in; the products come out, with what `step.traced.with_dealt` needs to trace the step
+anew. A weight is dealt out over the axes over which its rule computes its columns, where these do not split the batch,
+and where the devices divide each of the parts: then what is cut apart behind the product lies where it is used, as with
+separate weights. Otherwise it stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from splitjax.planning.draft import Draft
+from splitjax.primitives.walk import equation_at
+from splitjax.rules.match import first_match, param_kinds
+from splitjax.step.dealing import FusedProduct, find_parts
+from splitjax.trace.graph import Use
+
+# How tracing names the dim of a weight that its columns lie along.
+_COLUMNS = "out"
+
+
+def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, ...]]:
+    """Returns the products of a draft's step whose fused weights are to be dealt out, in program order, and notes for
+    the plan on those that cannot be."""
+    counts = _counts(draft)
+    if not counts:
+        return (), ()
+    notes: list[str] = []
+    found: dict[tuple[int, ...], FusedProduct] = {}
+    rounds: list[list[tuple[Use, int]]] = []
+    for use in draft.graph.uses:
+        if use.param in counts and use.in_boundary and use.editable and not use.backward and use.data is not None:
+            for number, dim in enumerate(_columns(draft, use)):
+                rounds += [[]] if number == len(rounds) else []
+                rounds[number].append((use, dim))
+    for candidates in rounds:  # of several columns dims of a product, one at a time
+        asked = [(use.site, use.weight, dim) for use, dim in candidates]
+        for (use, dim), parts in zip(candidates, find_parts(draft.traced.jaxpr, asked), strict=True):
+            num = counts[use.param]
+            if parts is None or use.site in found:
+                continue
+            if parts.fit(num):
+                found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, num)
+            elif max(parts.sizes) > 1:
+                heads = sorted({count for count in parts.heads if count is not None and count % num})
+                what = f" of {' and '.join(map(str, heads))} heads" if heads else ""
+                notes.append(
+                    f"{use.param}: the weights{what} that it holds side by side ({', '.join(map(str, parts.sizes))}) do"
+                    f" not divide by {num} devices, which exchange activations; separate weights would not ask for it"
+                )
+    return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+
+
+def _columns(draft: Draft, use: Use) -> Iterator[int]:
+    """Yields the dims of the weight of a product that its columns lie along."""
+    eqn = equation_at(draft.traced.jaxpr, use.site)
+    if eqn is None or eqn.primitive.name != "dot_general":
+        return
+    contracted, batch = (kind[use.weight] for kind in eqn.params["dimension_numbers"])
+    yield from (dim for dim in range(eqn.invars[use.weight].aval.ndim) if dim not in contracted and dim not in batch)
+
+
+def _counts(draft: Draft) -> dict[str, int]:
+    """Returns by path the number of devices over which the columns of a parameter are computed, where it is more than
+    one, and these axes do not split the batch: as its rule says, or as a layout that is taken over has it."""
+    graph, mesh, layout = draft.graph, draft.shape, draft.layout
+    counts: dict[str, int] = {}
+    if draft.request.pinned is not None or draft.request.followed is not None:
+        for leaf in layout.leaves:
+            computed = [axis for axis in mesh.present(leaf.axes) if axis not in layout.batch_axes]
+            if leaf.role == "param" and computed:
+                counts[leaf.path] = mesh.size(tuple(computed))
+        return counts
+    kinds = param_kinds(graph)
+    for leaf in graph.params:
+        rule = first_match(draft.request.rules.rules, leaf, kinds[leaf.path])
+        axes = next(
+            (mesh.meant(names) for each in (rule.shard if rule else ()) for ref, names in each if ref == _COLUMNS), ()
+        )
+        if axes and not set(axes) & set(draft.request.rules.batch_axes(mesh)):
+            counts[leaf.path] = mesh.size(axes)
+    return counts

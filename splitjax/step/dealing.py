@@ -1,0 +1,255 @@
+"""Rewrites products with fused weights so that devices have what is cut apart behind them.
+
+A step's jaxpr comes in, and the products whose results are cut into parts; the same step comes out, in which the weight
+is dealt out to a number of devices before the product (`primitives.dealt`), and each part is taken from the devices'
+shares behind it. The numbers are the same: columns change places, and places back.
+
+How it works: the body in which such a product stands is traced again (`rewritten`), with its result as a `Dealt` value
+instead of an array (`step.dealt_values`). What the parts are is found before (`find_parts`), by the same rules over
+values without numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from splitjax import _compat
+from splitjax.primitives import interpreter
+from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
+from splitjax.primitives.interpreter import RunBody, Selective
+from splitjax.primitives.walk import Site, bodies, equation_at
+from splitjax.step.dealt_values import Acting, Dealt, Target, as_array
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedProduct:
+    """Describes a product with a fused weight, whose result is cut into parts.
+
+    - `site`: of its equation. `weight`: the operand position of the weight.
+    - `dim`: the dim of the weight along which the parts lie side by side. `sizes`: of the parts.
+    - `num`: to how many devices they are dealt out; it divides every size.
+    """
+
+    site: Site
+    weight: int
+    dim: int
+    sizes: tuple[int, ...]
+    num: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Says what the result of a product is cut into along a dim of its weight.
+
+    - `sizes`: of the parts. `heads`: by part, how many heads it is made of, where that shows; else None.
+    """
+
+    sizes: tuple[int, ...]
+    heads: tuple[int | None, ...]
+
+    def fit(self, num: int) -> bool:
+        """Tells whether every part, and its heads, can be dealt out to `num` devices."""
+        return all(size % num == 0 for size in self.sizes) and all(
+            heads is None or heads % num == 0 for heads in self.heads
+        )
+
+
+def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, int]]) -> list[Parts | None]:
+    """Returns, for each of the `products`, the parts into which its result is cut along a dim of its weight; None where
+    it is not cut, or is used otherwise than in parts.
+
+    **Arguments:** `jaxpr`: the step. `products`: by site, position of the weight, and its dim; a site stands there
+    once."""
+    by_body: dict[Site, dict[Site, Target]] = {}
+    for site, weight, dim in products:
+        eqn = equation_at(jaxpr, site)
+        if eqn is not None and eqn.primitive.name == "dot_general":
+            at = _body_around(jaxpr, site)
+            target = Target(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), 1)
+            by_body.setdefault(site[:at], {})[target.site] = target
+    found: dict[Site, Parts | None] = {}
+    for prefix, targets in by_body.items():
+        probe, inner = _Probe(targets), _compat.open_jaxpr(_body_at(jaxpr, prefix))[0]
+        for result in probe.fold(inner, [None] * len(inner.invars), ()):
+            if isinstance(result, Dealt) and not result.is_part:
+                probe.found[result.product].is_fit = False
+        found |= {(*prefix, *site): seen.parts() for site, seen in probe.found.items()}
+    return [found.get(site) for site, _, _ in products]
+
+
+def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _compat.ClosedJaxpr:
+    """Returns the step `jaxpr` with the weights of `products` dealt out. What has no such product at its site, as
+    another trace of the step may have not, is left alone."""
+    by_body: dict[Site, list[Target]] = {}
+    for product in products:
+        eqn = equation_at(jaxpr, product.site)
+        if eqn is None or eqn.primitive.name != "dot_general":
+            continue
+        if eqn.invars[product.weight].aval.shape[product.dim] != sum(product.sizes):
+            continue
+        at = _body_around(jaxpr, product.site)
+        target = Target(product.site[at:], product.weight, product.dim, product.sizes, product.num)
+        by_body.setdefault(product.site[:at], []).append(target)
+    for prefix, targets in by_body.items():
+        jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
+    return jaxpr
+
+
+def _body_around(jaxpr: Any, site: Site) -> int:
+    """Returns how much of a site leads to the outermost body between which and its equation there are only calls that
+    mean their body."""
+    body, found = jaxpr, 0
+    for start in range(0, len(site) - 2, 2):
+        eqn = _compat.open_jaxpr(body)[0].eqns[site[start]]
+        body = bodies(eqn)[site[start + 1]]
+        if kind_of(eqn) is not CallKind.INLINE:
+            found = start + 2
+    return found
+
+
+def _body_at(jaxpr: Any, prefix: Site) -> Any:
+    """Returns the body to which `prefix` leads."""
+    return bodies(equation_at(jaxpr, prefix[:-1]))[prefix[-1]] if prefix else jaxpr
+
+
+def _changed_at(jaxpr: Any, prefix: Site, change: Callable[[Any], Any]) -> Any:
+    """Returns `jaxpr` with the body to which `prefix` leads changed."""
+    if not prefix:
+        return change(jaxpr)
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    eqn = inner.eqns[prefix[0]]
+    before = bodies(eqn)[prefix[1]]
+    after = _changed_at(before, prefix[2:], change)
+    swap = lambda value: after if value is before else value
+    params = {
+        name: type(value)(map(swap, value)) if isinstance(value, (tuple, list)) else swap(value)
+        for name, value in eqn.params.items()
+    }
+    eqns = [*inner.eqns[: prefix[0]], eqn.replace(params=params), *inner.eqns[prefix[0] + 1 :]]
+    return _compat.like_jaxpr(jaxpr, inner.replace(eqns=eqns))
+
+
+def _retraced(body: Any, targets: Sequence[Target]) -> Any:
+    """Returns a body with the weights of the targets dealt out, as what it is: open or closed."""
+    inner, consts = _compat.open_jaxpr(body)
+    by_site = {target.site: target for target in targets}
+    around = {target.site[:depth] for target in targets for depth in range(1, len(target.site), 2)}
+    handler = Selective(_Rewriting(by_site).handle, {"broadcast_in_dim"}, {*by_site, *around}, Dealt)
+
+    def run(*operands: Any) -> list[Any]:
+        constants, rest = operands[: len(inner.constvars)], operands[len(inner.constvars) :]
+        results = interpreter.evaluate(inner, rest, handler, constants=list(constants))
+        return [as_array(value) for value in results]
+
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in (*inner.constvars, *inner.invars)
+    ]
+    made, new_consts = _compat.detach_consts(_compat.trace(run, *types)[0])
+    made = _compat.open_jaxpr(made)[0]
+    assert not new_consts, "what is traced again closes over nothing"
+    count = len(inner.constvars)
+    changed = inner.replace(
+        constvars=made.invars[:count], invars=made.invars[count:], eqns=made.eqns, outvars=made.outvars
+    )
+    return _compat.like_jaxpr(body, changed)
+
+
+class _Rewriting(Acting):
+    """Evaluates equations with dealt values. `targets`: by site, the products whose weights are dealt out."""
+
+    def __init__(self, targets: dict[Site, Target]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def handle(self, eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any] | None:
+        """Is the handler of the evaluation."""
+        if eqn.primitive.name == "broadcast_in_dim" and not isinstance(values[0], Dealt):
+            self.made[eqn.outvars[0]] = eqn, values[0]
+            return None
+        if site in self._targets:
+            return self.product(eqn, values, self._targets[site])
+        body = inline_body(eqn)
+        if body is not None:
+            return run(body, 0, values)
+        results = self.act(eqn, values)
+        if results is None:
+            values[:] = map(as_array, values)
+        return results
+
+
+class _Seen:
+    """Collects how the result of a product is used.
+
+    **Attributes:** `is_fit`: whether in parts alone. `columns`: the number of its columns. `ends`: where parts begin
+    and end. `heads`: by first and number of the columns of a part, how many heads it is made of.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.is_fit = True
+        self.columns = columns
+        self.ends: set[int] = {0, columns}
+        self.heads: dict[tuple[int, int], int] = {}
+
+    def parts(self) -> Parts | None:
+        """Returns the parts; None where there are none, or the whole is used."""
+        ends = sorted(self.ends)
+        if not self.is_fit or len(ends) < 3:
+            return None
+        spans = [(start, stop - start) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+        return Parts(tuple(size for _, size in spans), tuple(self.heads.get(span) for span in spans))
+
+    def note(self, eqn: Any, before: Dealt, part: Dealt) -> None:
+        """Notes what an equation that makes `part` of `before` shows."""
+        span = part.first, part.columns
+        if eqn.primitive.name in ("split", "slice"):
+            self.ends |= {part.first, part.first + part.columns}
+            if len(part.split) >= 3 and part.split[0] == 1:
+                self.heads[span] = part.split[1]
+            elif len(part.split) == 2 and before.split[0] > 3:
+                self.heads[span] = part.split[0]
+        elif eqn.primitive.name == "reshape" and len(part.split) > 1:
+            self.heads.setdefault(span, part.split[0])
+
+
+class _Probe(Acting):
+    """Finds the parts into which the results of products are cut: folds a body over values without numbers.
+
+    `targets`: the products, by site. **Attributes:** `found`: by site, what is known of each.
+    """
+
+    def __init__(self, targets: dict[Site, Target]) -> None:
+        super().__init__()
+        self._targets = targets
+        self._leading = {site[:depth] for site in targets for depth in range(1, len(site))}
+        self.found = {site: _Seen(target.sizes[0]) for site, target in targets.items()}
+
+    def fold(self, jaxpr: Any, operands: Sequence[Any], prefix: Site) -> list[Any]:
+        """Folds a body that stands behind `prefix`; arrays are None."""
+        inner, _ = _compat.open_jaxpr(jaxpr)
+        equation = lambda index, eqn, values: self._equation((*prefix, index), eqn, values)
+        return interpreter.fold(inner, operands, equation, lambda atom: None, [None] * len(inner.constvars))
+
+    def _equation(self, site: Site, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        nothing = [None] * len(eqn.outvars)
+        dealt = [value for value in values if isinstance(value, Dealt)]
+        if eqn.primitive.name == "broadcast_in_dim" and not dealt:
+            self.made[eqn.outvars[0]] = eqn, None
+            return nothing
+        if kind_of(eqn) is CallKind.INLINE and (dealt or site in self._leading):
+            return self.fold(call_body(eqn), values, (*site, 0))
+        results = self.act(eqn, values) if dealt else nothing
+        if results is None:
+            for value in dealt:
+                self.found[value.product].is_fit &= value.is_part
+        elif dealt:
+            for result in results:
+                if isinstance(result, Dealt) and result.is_part:
+                    self.found[result.product].note(eqn, dealt[0], result)
+        if site in self._targets:
+            return self.product(eqn, [None] * len(eqn.invars), self._targets[site])
+        return nothing if results is None else results

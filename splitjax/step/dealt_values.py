@@ -1,0 +1,235 @@
+"""Holds values whose columns are dealt out to devices while a step is traced again (`step.dealing`), and says what
+operations do with them.
+
+What acts on each number by itself, changes shapes, transposes or cuts acts on such a value; the rest gets arrays. The
+same rules hold for values without numbers, by which the parts are found first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+
+from splitjax import _compat
+from splitjax.primitives.dealt import DEAL, deal, gathered
+from splitjax.primitives.elementwise import ELEMENTWISE
+from splitjax.primitives.walk import Site
+
+
+def _evaluate(value: jax.Array, *, dim: int, sizes: tuple[int, ...], num: int) -> list[jax.Array]:
+    return [deal(value, dim, sizes, num)]
+
+
+def _result_types(value: Any, *, dim: int, sizes: tuple[int, ...], num: int) -> tuple[list[Any], Any]:
+    shape = (*value.shape[:dim], num, value.shape[dim] // num, *value.shape[dim + 1 :])
+    return [ShapedArray(shape, value.dtype, weak_type=value.weak_type)], _compat.NO_EFFECTS
+
+
+deal_p: _compat.Primitive = _compat.define_primitive(DEAL, _evaluate, _result_types)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A product whose weight is dealt out: `site` behind the body that is traced again; else as `FusedProduct`."""
+
+    site: Site
+    weight: int
+    dim: int
+    sizes: tuple[int, ...]
+    num: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """A value whose columns are dealt out, or a part of such a value.
+
+    - `value`: the array, with a dim of shares and one of columns in place of the dim `dim`; None while parts are
+      looked for.
+    - `shape`: as it would be with all of its columns in one dim, which is at `dim`. `first`: the number of the first of
+      its columns in the product.
+    - `sizes`: of the parts that it holds.
+    - `split`: the dims into which the program has reshaped its columns since; none where it has not. `order`: how it
+      has transposed all dims then.
+    - `is_part`: whether it was cut out. `product`: the site of the product that gave it.
+    """
+
+    value: Any
+    shape: tuple[int, ...]
+    dim: int
+    first: int
+    sizes: tuple[int, ...]
+    split: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+    is_part: bool = False
+    product: Site = ()
+
+    @property
+    def columns(self) -> int:
+        """The number of its columns."""
+        return self.shape[self.dim]
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The shape that the program sees, before it is transposed."""
+        return (*self.shape[: self.dim], *(self.split or (self.columns,)), *self.shape[self.dim + 1 :])
+
+    def with_value(self, value: Any) -> Dealt:
+        """Returns the same columns with another value, of any dtype."""
+        return dataclasses.replace(self, value=value)
+
+    def cut(self, start: int, stop: int) -> Dealt:
+        """Returns the entries from `start` to before `stop` of the dim along which its columns lie."""
+        unit = math.prod(self.split[1:])
+        first, size = start * unit, (stop - start) * unit
+        shape = (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+        split = (stop - start, *self.split[1:]) if self.split else ()
+        ends = np.cumsum((0, *self.sizes))
+        inside = tuple(
+            part for part, at in zip(self.sizes, ends, strict=False) if first <= at and at + part <= first + size
+        )
+        value = self.value
+        if value is not None:
+            num = value.shape[self.dim]
+            value = lax.slice_in_dim(value, first // num, (first + size) // num, axis=self.dim + 1)
+        return Dealt(value, shape, self.dim, self.first + first, inside, split, self.order, True, self.product)
+
+    def array(self) -> jax.Array:
+        """Returns what the program has in its place."""
+        value = gathered(self.value, self.dim, self.sizes) if len(self.sizes) > 1 else self.value
+        value = value.reshape(self.seen)
+        return lax.transpose(value, self.order) if self.order else value
+
+
+def as_array(value: Any) -> Any:
+    return value.array() if isinstance(value, Dealt) else value
+
+
+def _settled(value: Dealt) -> Any:
+    """Returns a value that was cut out: an array, if it is a single part."""
+    return value if value.value is None or len(value.sizes) > 1 else value.array()
+
+
+class Acting:
+    """Says what operations do with dealt values: the same for values with and without numbers.
+
+    **Attributes:** `made`: by variable, the `broadcast_in_dim` that made it, and its operand.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Any, tuple[Any, Any]] = {}
+
+    def product(self, eqn: Any, values: Sequence[Any], target: Target) -> list[Any]:
+        """Returns the result of the product of a target, with its weight dealt out."""
+        (contracted, batch), side, dim = eqn.params["dimension_numbers"], target.weight, target.dim
+        free = [
+            [d for d in range(eqn.invars[k].aval.ndim) if d not in contracted[k] and d not in batch[k]] for k in (0, 1)
+        ]
+        before = len(batch[0]) + (len(free[0]) if side == 1 else 0)
+        shape, at = eqn.outvars[0].aval.shape, before + free[side].index(dim)
+        value = None
+        if any(operand is not None for operand in values):
+            (weight,) = deal_p.bind(values[side], dim=dim, sizes=target.sizes, num=target.num)
+            moved = lambda dims, k: tuple(d + (k == side and d > dim) for d in dims)
+            numbers = tuple(tuple(moved(kind[k], k) for k in (0, 1)) for kind in (contracted, batch))
+            operands = [weight if k == side else as_array(values[k]) for k in (0, 1)]
+            value = _compat.bind_equation(_compat.with_params(eqn, dimension_numbers=numbers), operands)[0]
+        return [Dealt(value, shape, at, 0, target.sizes, product=target.site)]
+
+    def act(self, eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+        """Returns the results of an equation with dealt operands; None for one that needs arrays."""
+        name = eqn.primitive.name
+        if name in ELEMENTWISE and name not in ("sharding_constraint", "reshard"):
+            return self._elementwise(eqn, values)
+        value = values[0]
+        if not isinstance(value, Dealt):
+            return None
+        if name == "reshape" and not value.order and eqn.params.get("dimensions") is None:
+            return _reshaped(value, tuple(eqn.params["new_sizes"]))
+        if name == "transpose":
+            order = value.order or tuple(range(len(value.seen)))
+            return [dataclasses.replace(value, order=tuple(order[d] for d in eqn.params["permutation"]))]
+        if name == "split":
+            ends = np.cumsum((0, *eqn.params["sizes"]))
+            pairs = zip(ends[:-1], ends[1:], strict=True)
+            return (
+                None
+                if _axis(value, eqn.params["axis"]) != value.dim
+                else [_settled(value.cut(int(start), int(stop))) for start, stop in pairs]
+            )
+        if name == "slice":
+            return _sliced(eqn, value)
+        return None
+
+    def _elementwise(self, eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+        (first, *others) = [value for value in values if isinstance(value, Dealt)]
+        if any(dataclasses.replace(other, value=None) != first.with_value(None) for other in others):
+            return None
+        operands = []
+        for variable, value in zip(eqn.invars, values, strict=True):
+            operand = value.value if isinstance(value, Dealt) else self._beside(first, variable, value)
+            if operand is _UNFIT:
+                return None
+            operands.append(operand)
+        if first.value is None:
+            return [first] * len(eqn.outvars)
+        return [first.with_value(result) for result in _compat.bind_equation(eqn, operands)]
+
+    def _beside(self, dealt: Dealt, variable: Any, value: Any) -> Any:
+        """Returns what meets a dealt value in place of an array: a number, an array that is the same along its columns,
+        or one number for each column, which is dealt out too."""
+        shape, at = tuple(variable.aval.shape), dealt.dim
+        if not shape:
+            return value
+        if dealt.split or dealt.order or dealt.is_part or len(shape) != len(dealt.shape):
+            return _UNFIT
+        if shape[at] == 1:
+            return None if value is None else lax.expand_dims(value, (at,))
+        num = 1 if dealt.value is None else dealt.value.shape[at]
+        if math.prod(shape) == dealt.columns:
+            return None if value is None else deal_p.bind(value, dim=at, sizes=dealt.sizes, num=num)[0]
+        made = self.made.get(variable)
+        if made is None:
+            return _UNFIT
+        eqn, source = made
+        where, small = tuple(eqn.params["broadcast_dimensions"]), tuple(eqn.invars[0].aval.shape)
+        if at not in where or math.prod(small) != dealt.columns or small[where.index(at)] != dealt.columns:
+            return _UNFIT
+        if value is None:
+            return None
+        (source,) = deal_p.bind(source, dim=where.index(at), sizes=dealt.sizes, num=num)
+        wide = (*shape[:at], num, dealt.columns // num, *shape[at + 1 :])
+        dims = [d for k in where for d in ((k, k + 1) if k == at else (k + (k > at),))]
+        return lax.broadcast_in_dim(source, wide, dims)
+
+
+_UNFIT = object()  # an operand that cannot meet a dealt value
+
+
+def _axis(value: Dealt, axis: int) -> int:
+    """Returns a dim of what the program sees before it is transposed."""
+    return value.order[axis] if value.order else axis
+
+
+def _reshaped(value: Dealt, sizes: tuple[int, ...]) -> list[Any] | None:
+    end = len(sizes) - (len(value.shape) - value.dim - 1)
+    before, split, behind = sizes[: value.dim], sizes[value.dim : end], sizes[end:]
+    alike = (before, behind) == (value.shape[: value.dim], value.shape[value.dim + 1 :])
+    if not alike or math.prod(split) != value.columns:
+        return None
+    return [dataclasses.replace(value, split=() if len(split) == 1 else split)]
+
+
+def _sliced(eqn: Any, value: Dealt) -> list[Any] | None:
+    start, stop, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
+    shape = eqn.invars[0].aval.shape
+    cut = [axis for axis, size in enumerate(shape) if (start[axis], stop[axis]) != (0, size)]
+    if set(strides or ()) - {1} or len(cut) != 1 or _axis(value, cut[0]) != value.dim:
+        return None
+    return [_settled(value.cut(start[cut[0]], stop[cut[0]]))]

@@ -1,0 +1,63 @@
+"""Finds the fused weights of a flat step whose columns are dealt out to devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from splitjax.primitives.dealt import DEAL
+from splitjax.trace.classes import Classes
+from splitjax.trace.flatten import BACKWARD, FlatStep
+from splitjax.trace.flow import Argument
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtWeight:
+    """Describes a parameter, or what is computed of it alone, whose columns are dealt out to devices
+    (`primitives.dealt`).
+
+    - `site`: of the operation. `param`: path of the parameter.
+    - `dims`: of what is dealt out; `shape`, `dtype`: of it. `dim`: the position of the dim that is.
+    - `sizes`: of the parts that lie along it. `num`: of the shares.
+    - `trips`: how often it runs per step.
+    """
+
+    site: tuple[int, ...]
+    param: str
+    dims: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int
+    sizes: tuple[int, ...]
+    num: int
+    trips: int
+
+
+def find_dealt(
+    flat: FlatStep, classes: Classes, sources: Sequence[frozenset[int]], arguments: Sequence[Argument]
+) -> tuple[DealtWeight, ...]:
+    """Returns the weights of `flat` that are dealt out, in program order, with dims of `classes`.
+
+    `sources`: per value the parameters (numbers of `arguments`) that it is made of."""
+    found = []
+    for op in flat.ops:
+        if op.primitive == DEAL and op.phase != BACKWARD and op.editable:
+            value, made = op.inputs[0], sources[op.inputs[0]]
+            if len(made) == 1:
+                shape, params = flat.shapes[value], op.params
+                dims = classes.dims(value, len(shape))
+                (param,) = made
+                found.append(
+                    DealtWeight(
+                        op.site,
+                        arguments[param].path,
+                        dims,
+                        shape,
+                        flat.dtypes[value],
+                        params["dim"],
+                        params["sizes"],
+                        params["num"],
+                        op.trips,
+                    )
+                )
+    return tuple(found)

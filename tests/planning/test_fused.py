@@ -1,0 +1,190 @@
+"""Weights that hold several others side by side, under tensor parallelism: they compile to the exchanges of separate
+ones, but for their own columns, which are dealt out as planned. Heads are never cut through."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import splitjax
+from splitjax.cost.dealing import find_moves
+from splitjax.step.dealing import Parts, find_parts
+
+WIDTH, HEADS, SIZE, HIDDEN = 16, 4, 4, 32
+INNER = HEADS * SIZE
+
+
+def separate(params, x):
+    return [x @ params[name] for name in ("q", "k", "v")], [x @ params[name] for name in ("gate", "up")]
+
+
+def split(params, x):
+    qkv = x @ params["qkv"] + params["bias"]
+    return jnp.split(qkv, 3, -1), jnp.split(x @ params["mlp"], 2, -1)
+
+
+def sliced(params, x):
+    qkv, mlp = x @ params["qkv"] + params["bias"], x @ params["mlp"]
+    return [qkv[..., at : at + INNER] for at in (0, INNER, 2 * INNER)], (mlp[..., :HIDDEN], mlp[..., HIDDEN:])
+
+
+def stacked(params, x):
+    qkv = (x @ params["qkv"] + params["bias"]).reshape(*x.shape[:-1], 3, HEADS, SIZE).transpose(2, 0, 1, 3, 4)
+    mlp = (x @ params["mlp"]).reshape(*x.shape[:-1], 2, HIDDEN)
+    return [part.reshape(*x.shape[:-1], INNER) for part in qkv], (mlp[..., 0, :], mlp[..., 1, :])
+
+
+FORMS = {form.__name__: form for form in (separate, split, sliced, stacked)}
+
+
+def parameters(form, kv=HEADS):
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
+    names = {"q": INNER, "k": kv * SIZE, "v": kv * SIZE, "gate": HIDDEN, "up": HIDDEN}
+    if form != "separate":
+        names = {"qkv": 3 * INNER, "mlp": 2 * HIDDEN}
+    params = {name: make(WIDTH, columns) for name, columns in names.items()}
+    bias = {} if form == "separate" else {"bias": make(3 * INNER)}
+    return {**params, **bias, "o": make(INNER, WIDTH), "down": make(HIDDEN, WIDTH)}
+
+
+def loss(params, batch, form="separate", kv=HEADS):
+    (q, k, v), (gate, up) = FORMS[form](params, batch["x"])
+    heads = lambda x, count: jnp.repeat(x.reshape(*x.shape[:-1], count, SIZE), HEADS // count, -2)
+    q, k, v = heads(q, HEADS), heads(k, kv), heads(v, kv)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), -1)
+    attended = jnp.einsum("bhts,bshd->bthd", weights, v)
+    x = attended.reshape(*attended.shape[:2], -1) @ params["o"] + (jax.nn.silu(gate) * up) @ params["down"]
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def step(form, kv=HEADS, **options):
+    def train(params, batch):
+        value, grads = splitjax.value_and_grad(lambda params, batch: loss(params, batch, form, kv), **options)(
+            params, batch
+        )
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return train
+
+
+def examples(number=8):
+    rng = np.random.default_rng(1)
+    return {name: jnp.asarray(rng.normal(size=(number, 4, WIDTH))) for name in ("x", "y")}
+
+
+TWO, THREE = {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("form", "mesh", "options"),
+    [
+        ("separate", TWO, {}),
+        ("split", TWO, {}),
+        pytest.param("stacked", THREE, {"microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("sliced", TWO, {}, marks=pytest.mark.slow),
+        pytest.param("split", THREE, {}, marks=pytest.mark.slow),
+        pytest.param("sliced", THREE, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_fused_weights_compile_to_the_exchanges_of_separate_ones(form, mesh, options):
+    with jax.enable_x64(True):
+        params, batch = parameters(form), examples()
+        parallel = splitjax.parallelize(step(form, **options), mesh=mesh, rules="megatron", donate=False)
+        expected, found = jax.jit(step(form))(params, batch), parallel(params, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, expected)
+        report, plan = parallel.report(params, batch), parallel.plan(params, batch)
+    if options:
+        return
+    assert [one for one in report.unplanned if one.compiled.shape] == [] and report.missing == ()
+    moves = [one for one in report.collectives if one.op in ("collective_permute", "all_to_all")]
+    assert bool(moves) == (form != "separate")
+    assert report.total.compiled_bytes - 8 * len(report.unplanned) <= report.total.predicted_bytes
+    said = [note for note in plan.notes if "dealt out over tensor" in note]
+    assert len(said) == (0 if form == "separate" else 3)
+
+
+@pytest.mark.parametrize(("sizes", "num"), [((32, 32, 32), 4), ((64, 16, 16), 2), ((12, 12), 6), ((40, 8, 8), 8)])
+def test_moves_deal_every_column_out_in_rounds_of_one_unit(sizes, num):
+    moves, held, columns = find_moves(sizes, num), sum(sizes) // num, np.arange(sum(sizes))
+    units = columns.reshape(num, moves.places, moves.unit)
+    shares = np.full_like(units, -1)
+    for edges in (moves.kept, *moves.rounds):
+        for source, place, to, at in edges:
+            shares[to, at] = units[source, place]
+    for edges in moves.rounds:
+        assert len({edge[0] for edge in edges}) == len({edge[2] for edge in edges}) == len(edges)
+    parts = np.split(columns, np.cumsum(sizes)[:-1])
+    wanted = np.concatenate([part.reshape(num, -1) for part in parts], axis=1)
+    np.testing.assert_array_equal(shares.reshape(num, held), wanted)
+    sent = [sum(edge[0] == device for edges in moves.rounds for edge in edges) for device in range(num)]
+    assert len(moves.rounds) == max(sent)  # no more rounds than the busiest device has units to send
+
+
+def interleaved(params, x):
+    return jnp.split((x @ params["w"]).reshape(*x.shape[:-1], 4, 12), 3, -1)
+
+
+def used_whole(params, x):
+    y = x @ params["w"]
+    return [*jnp.split(y, 3, -1), y.sum()]
+
+
+def grouped(params, x):
+    q, kv = jnp.split((x @ params["w"]).reshape(*x.shape[:-1], 12, 4), [8], -2)
+    return [q, *jnp.split(kv, 2, -2)]
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (
+            lambda params, x: split({"qkv": params["w"], "bias": 0.0, "mlp": params["w"]}, x)[0],
+            Parts((16,) * 3, (None,) * 3),
+        ),
+        (grouped, Parts((32, 8, 8), (8, 2, 2))),
+        (interleaved, None),
+        (used_whole, None),
+    ],
+)
+def test_parts_are_found_where_the_result_is_used_in_parts_alone(function, parts):
+    jaxpr = jax.make_jaxpr(function)({"w": np.ones((WIDTH, 48))}, np.ones((2, 3, WIDTH)))
+    (site,) = [(n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"][:1]
+    assert find_parts(jaxpr, [(site, 1, 1)]) == [parts]
+    assert parts is None or (parts.fit(2) and not parts.fit(3 if parts.heads[0] is None else 4))
+
+
+@pytest.mark.parametrize(("kv", "mesh", "whole"), [(2, TWO, "kv"), (1, TWO, "kv"), (HEADS, {"tensor": 8}, "qkvo")])
+def test_no_head_is_cut_through(kv, mesh, whole):
+    params, batch = parameters("separate", kv), examples()
+    plan = splitjax.parallelize(step("separate", kv), mesh=mesh, rules="megatron").plan(params, batch)
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    assert all((leaves[name].axes == ()) == (name in whole) for name in "qkvo")
+    assert any("none is cut through" in note and note.startswith("k: ") for note in plan.notes)
+
+
+def test_devices_that_share_heads_have_the_numbers_of_one():
+    with jax.enable_x64(True):
+        params, batch = parameters("separate", 2), examples()
+        parallel = splitjax.parallelize(step("separate", 2), mesh=TWO, rules="megatron", donate=False)
+        expected, found = jax.jit(step("separate", 2))(params, batch), parallel(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, expected)
+
+
+def test_a_fused_weight_of_fewer_heads_than_devices_is_noted():
+    def train(params, batch):
+        def of(params):
+            q, k, v = jnp.split(batch["x"] @ params["qkv"], [16, 24], -1)
+            heads = lambda x, count: jnp.repeat(x.reshape(*x.shape[:-1], count, SIZE), HEADS // count, -2)
+            weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", heads(q, 4), heads(k, 2)), -1)
+            out = jnp.einsum("bhts,bshd->bthd", weights, heads(v, 2))
+            return jnp.mean((out.reshape(*out.shape[:2], -1) @ params["o"] - batch["y"]) ** 2)
+
+        value, grads = splitjax.value_and_grad(of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"qkv": jnp.ones((WIDTH, 32)), "o": jnp.ones((INNER, WIDTH))}
+    plan = splitjax.parallelize(train, mesh=TWO, rules="megatron").plan(params, examples())
+    assert any("of 2 heads that it holds side by side (16, 8, 8)" in note for note in plan.notes)
