@@ -62,8 +62,9 @@ dist: $(MARKED)-dist ## build wheel and sdist, and try both in clean environment
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/release/check_dist.py dist
 
-notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts
+notebooks: $(MARKED)-test ## write the notebooks anew from their paired scripts, and run them (minutes)
 	$(BIN)/python -m jupytext --to ipynb --update notebooks/*.py
+	$(BIN)/python -m tests.notebooks.execute
 
 clean: ## remove the environments and what the tools cached
 	rm -rf .venv .venv-newer build dist docs/_build .pytest_cache .hypothesis .ruff_cache

@@ -128,7 +128,7 @@ def test_transformer_lays_out_weights_as_large_models_do():
     plan = plan_of("transformer", CUBE)
     block = "params/MultiHeadDotProductAttention_0"
     assert plan.batch_axes == ("data", "fsdp") and plan.leaf("batch/x").spec[0] == plan.batch_axes
-    assert "have the batch split over the axes data and fsdp" in " ".join(str(plan).split())
+    assert "examples lie over data x fsdp" in " ".join(str(plan).split())
     assert plan.leaf("params/Embed_0/embedding").spec == ("tensor", ("data", "fsdp"))
     assert plan.leaf(f"{block}/query/kernel").spec == (("data", "fsdp"), "tensor", None)
     assert plan.leaf(f"{block}/out/kernel").spec == ("tensor", None, ("data", "fsdp"))

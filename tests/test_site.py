@@ -13,6 +13,7 @@ import urllib.parse
 
 import pytest
 
+from tests.display.browsers import chromium, quiet_page
 from tests.test_docs import ROOT, blocks, run_script
 
 pytestmark = pytest.mark.one_version
@@ -164,3 +165,20 @@ def test_the_start_page_has_a_tab_for_each_framework(site):
     tabs = re.findall(r'<label class="sd-tab-label"[^>]*>\s*([^<]+?)\s*</label>', page)
     assert tabs == ["Flax Linen", "Flax NNX", "Equinox", "Plain JAX"]
     assert page.count("sd-tab-content") == 4 and "make_objects" in page and "filter_jit" not in page
+
+
+def test_the_site_in_a_browser(site):
+    """Nothing in the console, tabs that open, dark where the reader's system is, and no page wider than a telephone."""
+    with chromium() as browser, quiet_page(browser) as page:
+        page.emulate_media(color_scheme="dark")
+        page.goto((site / "docs" / "quickstart.html").as_uri())
+        assert page.get_by_role("heading", level=1).first.inner_text().startswith("Quickstart")
+        code = page.get_by_text("make_objects").first
+        assert not code.is_visible()
+        page.get_by_text("Flax NNX", exact=True).first.click()
+        assert code.is_visible()
+        assert sum(map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).color"))[:3])) > 500
+        page.set_viewport_size({"width": 360, "height": 800})
+        for name in ("quickstart", "troubleshooting", "launching", "api/splitjax"):
+            page.goto((site / "docs" / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360, name

@@ -91,7 +91,10 @@ _MOST_SHARED = 9
 _CROWDED = "rgb(128, 128, 128)"
 # More colours than this are not explained below a timeline: what a stretch is shows under the pointer.
 _MOST_KEYS = 48
-_PAGE_STYLE = "body { margin: 20px; } @media (max-width: 600px) { body { margin: 10px; } }"
+_PAGE_STYLE = (
+    f"body {{ margin: 20px; }} h1 {{ font: 600 18px/1.5 {_WORDS}; margin: 0 0 10px 0; }}"
+    " @media (max-width: 600px) { body { margin: 10px; } }"
+)
 # A column of words with no text longer than this is never broken into lines; with one longer than the second number, it
 # is kept wide enough for sentences.
 _SHORT_CHARACTERS, _LONG_CHARACTERS = 16, 40
@@ -111,7 +114,8 @@ def page(body: str, title: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{safe(title)}</title><style>{_PAGE_STYLE}</style></head>\n<body>{body}</body></html>\n"
+        f"<title>{safe(title)}</title><style>{_PAGE_STYLE}</style></head>\n"
+        f"<body><h1>{safe(title)}</h1>{body}</body></html>\n"
     )
 
 

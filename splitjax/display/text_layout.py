@@ -33,9 +33,12 @@ from splitjax.display.figures import clean
 MAX_WIDTH, PIPED_WIDTH, MIN_WIDTH = 160, 120, 60
 _GAP = "  "
 # Columns of words are not made narrower than their longest word; where a table does not fit so, than the first of these
-# numbers of characters with which it does. Where it fits with none, it is continued below itself.
+# numbers of characters with which it does. Names are not broken at all. Where it fits with none, it is continued below
+# itself.
 _LONGEST_WORDS = (16, 12, 10, 8)
 _MIN_LINE = 12
+# What a long name leaves of the page for a second name and a column beside it.
+_BESIDE_NAMES = 30
 _BAR_WIDTH = 16
 _FILLED, _EMPTY = "█", "░"
 # In timelines: what occupies a lane, in turn where there are more; nothing.
@@ -155,11 +158,11 @@ def _table(table: Table, width: int) -> list[list[str]]:
     # Bars show what figures say: they are left out where there is no room for them.
     kept = [i for i, column in enumerate(table.columns) if column.kind != "bar" or _total(natural) <= width]
     for longest_word in _LONGEST_WORDS:
-        least = _least(table, cells, longest_word)
+        least = _least(table, cells, longest_word, width)
         if _total([least[i] for i in kept]) <= width:
             break
     else:
-        least = _least(table, cells, _LONGEST_WORDS[0])
+        least = _least(table, cells, _LONGEST_WORDS[0], width)
     blocks = []
     num_names = 2 if len(kept) > 2 and not all(row[0] for row in cells) else 1
     for positions in _pages(kept, least, width, num_names):
@@ -178,13 +181,16 @@ def _columns(table: Table, cells: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[clean(column.title), *(row[i] for row in cells)] for i, column in enumerate(table.columns)]
 
 
-def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int) -> list[int]:
-    """Returns how narrow each column can be: as its longest word, up to `longest_word`; figures are not broken."""
+def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int, width: int) -> list[int]:
+    """Returns how narrow each column can be: as its longest word, up to `longest_word`. Figures are not broken, nor
+    names, as long as they leave room for other columns in the `width` of the page."""
+    longest_name = max(longest_word, width - _BESIDE_NAMES)
     least = []
     for column, (title, *texts) in zip(table.columns, _columns(table, cells), strict=True):
         words = [word for text in (title, *texts) for word in _BETWEEN_WORDS.split(text)]
         figures = 0 if column.kind in ("text", "code") else max(map(cell_len, texts))
-        least.append(max(figures, min(max(map(cell_len, words)), longest_word)))
+        longest = longest_name if column.kind == "code" else longest_word
+        least.append(max(figures, min(max(map(cell_len, words)), longest)))
     return least
 
 

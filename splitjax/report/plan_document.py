@@ -1,11 +1,17 @@
-"""Makes the document of a plan: a table of parameters with a bar per layer, and titled lines below it."""
+"""Makes the document of a plan: what it saves, what it sends and what to try next; a table of parameters with a bar per
+layer; titled lines below it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Section, Table
 from splitjax.display.figures import bytes_text, percent_saved
-from splitjax.plan import Plan
-from splitjax.report.table import Row, collective_rows, memory_rows, summary, table
+from splitjax.plan import LeafPlan, Plan
+from splitjax.report.table import Row, collective_rows, memory_rows, splitting_axes, summary, table
+
+# Optimizer state that lies whole on every device is worth a line from this share of what a device holds on.
+_WORTH_SPLITTING = 0.05
 
 
 def plan_document(plan: Plan) -> Document:
@@ -16,6 +22,7 @@ def plan_document(plan: Plan) -> Document:
     return Document(
         "",
         (
+            Pairs(headline(plan)),
             _parameters(table(plan)),
             Section("memory", (memory,)),
             Section("sent per device and step", (sent,)),
@@ -56,3 +63,61 @@ def _bar(group: tuple[Row, ...]) -> Bar:
     whole = sum(row.whole_bytes * row.repeat for row in group)
     note = f"{bytes_text(held)} per device of {bytes_text(whole)}: {percent_saved(held, whole)} saved"
     return Bar(held, whole, note)
+
+
+def headline(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns titled lines about all of `plan`."""
+    return (("saves", (_saves(plan),)), ("sends", (_sends(plan),)), ("next", (_next(plan),)))
+
+
+def _bytes(leaves: Iterable[LeafPlan], of: Callable[[LeafPlan], int]) -> int:
+    return sum(map(of, leaves))
+
+
+def _saves(plan: Plan) -> str:
+    state = [leaf for leaf in plan.leaves if leaf.is_state]
+    held, whole = (
+        _bytes(state, lambda leaf: leaf.bytes_per_device),
+        _bytes(state, lambda leaf: leaf.whole_bytes(plan.mesh)),
+    )
+    if not whole:
+        return "nothing: the step has no state"
+    if held < whole:
+        return f"{percent_saved(held, whole)} of the state: each device holds {bytes_text(held)} of {bytes_text(whole)}"
+    if plan.mesh.num_devices == 1:
+        why = "there is one device"
+    elif set(plan.mesh.names) <= set(plan.batch_axes):
+        why = f"the rules use {plan.mesh} for the batch alone"
+    else:
+        why = "no parameter is split"
+    return f"nothing: each device holds the whole state, {bytes_text(whole)}, as {why}"
+
+
+def _sends(plan: Plan) -> str:
+    sums: dict[str, int] = {}
+    for collective in plan.collectives:
+        name = f"{collective.op} over {collective.axis}"
+        sums[name] = sums.get(name, 0) + collective.bytes
+    total = sum(sums.values())
+    if not total:
+        return "nothing"
+    most = max(sums, key=sums.__getitem__)
+    part = "" if len(sums) == 1 else f", of it {bytes_text(sums[most])}"
+    return f"{bytes_text(total)} a device and step{part} by {most}"
+
+
+def _next(plan: Plan) -> str:
+    if plan.warnings:
+        return plan.warnings[0].remedy
+    state = [leaf for leaf in plan.leaves if leaf.is_state]
+    held = _bytes(state, lambda leaf: leaf.bytes_per_device)
+    everywhere = [leaf for leaf in state if leaf.role == "optimizer" and not leaf.axes]
+    could_go = _bytes(everywhere, lambda leaf: leaf.bytes_per_device)
+    if plan.mesh.num_devices > 1 and could_go > _WORTH_SPLITTING * held:
+        text = f"shard_state=True: {bytes_text(could_go)} of optimizer state lie on every device alike"
+        if not splitting_axes(plan):
+            text += '; rules="fsdp" splits parameters too, and a mesh axis model the layers'
+        return text
+    if plan.mesh.num_devices > 1 and held and not splitting_axes(plan):
+        return 'rules="fsdp" to split the state over these devices, or a mesh with an axis model to split layers'
+    return "step.report(state, batch): what XLA makes of it"

@@ -168,15 +168,9 @@ def _counts_up(
 def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Returns the titled lines of `plan` that stand below its table, in reading order; titles with nothing to say are
     left out."""
-    batch = " x ".join(plan.batch_axes) or "no axis"
-    same = f"the {batch} axis" if len(plan.batch_axes) < 2 else f"the axes {' and '.join(plan.batch_axes)}"
-    replicated = "every axis" if plan.replicated_batch == "all" else same if plan.batch_axes else "the data axis"
     sections = (
         ("mesh", [f"{plan.mesh} ({plan.mesh.num_devices} devices)"]),
-        (
-            "rules",
-            [f"{plan.rules}; batch split over {batch}; replicated layers have the batch split over {replicated}"],
-        ),
+        ("rules", [f"{plan.rules}; {examples_text(plan)}"]),
         ("warnings", [str(warning) for warning in plan.warnings]),
         ("compute", _compute(plan)),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
@@ -186,7 +180,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("tables", _tables(plan)),
         ("backprop", _partial(plan)),
         ("constraints", [f"shardings pinned inside the step: {len(plan.constraints)}"] if plan.constraints else []),
-        ("batch", [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "batch"]),
+        ("batch", [_batch(plan, leaf) for leaf in plan.leaves if leaf.role == "batch"]),
         (
             "inputs",
             [f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}" for leaf in plan.leaves if leaf.role == "input"],
@@ -196,6 +190,37 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("notes", list(plan.notes)),
     )
     return tuple((title, tuple(lines)) for title, lines in sections if lines)
+
+
+def examples_text(plan: Plan) -> str:
+    """Says over which axes of the mesh the examples of a batch lie, in layers that are whole and in layers that are
+    split."""
+    whole = " x ".join(plan.batch_axes)
+    if not whole:
+        return "every device has all examples"
+    together = [axis for axis in plan.batch_axes if axis not in splitting_axes(plan)]
+    if plan.replicated_batch != "all" or len(together) == len(plan.batch_axes):
+        return f"examples lie over {whole}"
+    of_split = f"over {' x '.join(together)}" if together else "on every device"
+    return f"examples of whole layers lie over {whole}, of split layers {of_split}"
+
+
+def is_together(plan: Plan, leaf: LeafPlan) -> bool:
+    """Returns whether an array of the batch comes in as split layers take it: over fewer axes than whole layers'
+    examples."""
+    together = set(plan.batch_axes) - splitting_axes(plan)
+    fewer = together < set(plan.batch_axes)
+    return plan.replicated_batch == "all" and fewer and set(leaf.axes) == together and not leaf.note
+
+
+def splitting_axes(plan: Plan) -> set[str]:
+    """Returns the mesh axes over which `plan` splits a parameter."""
+    return {axis for leaf in plan.leaves if leaf.role == "param" for axis in leaf.axes}
+
+
+def _batch(plan: Plan, leaf: LeafPlan) -> str:
+    text = f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}"
+    return f"{text}, as what comes behind split layers takes it" if is_together(plan, leaf) else text
 
 
 def _compute(plan: Plan) -> list[str]:

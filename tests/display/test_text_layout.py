@@ -153,3 +153,15 @@ def test_the_width_is_that_of_the_terminal_that_is_written_to(monkeypatch):
 
     monkeypatch.setenv("COLUMNS", "97")
     assert text_width(Terminal()) == 97 and text_width() == 120  # captured output is no terminal
+
+
+def test_names_are_not_broken_in_a_terminal_of_80_columns():
+    names = ("params/backbone/stage3/block12/attention", "conv*_*", "params/logits")
+    columns = (Column("layer", "code"), Column("why"), Column("line", "code"), Column("bytes", "number"))
+    rows = tuple(
+        (name, "gradient of kernel, summed over the devices", "objectives.py:220", "1,234.5 MiB") for name in names
+    )
+    lines = render(Document("", (Table(columns, rows),)), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in (*names, "objectives.py:220"):
+        assert any(name in line.split() for line in lines)

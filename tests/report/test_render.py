@@ -95,7 +95,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_text_table_of_a_small_plan():
-    lines = str(SMALL).splitlines()
+    lines = str(SMALL).split("\n\n", 1)[1].splitlines()
     assert cells(lines[0]) == [
         "layer",
         "parameter",
@@ -119,12 +119,12 @@ def test_text_table_of_a_small_plan():
     assert cells(lines[3]) == ["bias", "(1024,)", "P('model')", "dense out", "1.0 KiB"]
     assert cells(lines[4]) == ["params/Head", "kernel", "dense", "(1024, 10)", "replicated", "default", "40.0 KiB", "█"]
     assert lines[5] == ""
-    _, memory, sent, pairs = str(SMALL).split("\n\n")
+    _, _, memory, sent, pairs = str(SMALL).split("\n\n")
     footer = dict(cells(line)[:2] for line in pairs.splitlines() if not line.startswith(" "))
     held, whole = 2 * 256 * 1024 + 1024 + 40960 + 4 + 256, 2 * 1024 * 1024 + 4096 + 40960 + 4 + 256
     assert footer == {
         "mesh": "data=2 x model=4 (8 devices)",
-        "rules": "splitbrain; batch split over data x model; replicated layers have the batch split over every axis",
+        "rules": "splitbrain; examples of whole layers lie over data x model, of split layers over data",
         "optimizer": "2 arrays, 1 split",
         "statistics": "1 array, 0 split",
         "constraints": "shardings pinned inside the step: 3",
@@ -151,6 +151,46 @@ def test_text_table_of_a_small_plan():
         ["all", "3", "3.5 KiB"],
     ]
     assert "1 follow their parameter, 1 default" in str(SMALL)
+
+
+def test_the_first_lines_say_what_is_saved_what_is_sent_and_what_to_try():
+    first = str(SMALL).split("\n\n")[0].splitlines()
+    held, whole = 2 * 256 * 1024 + 1024 + 40960 + 4 + 256, 2 * 1024 * 1024 + 4096 + 40960 + 4 + 256
+    assert first == [
+        f"saves  {percent_saved(held, whole)} of the state: each device holds {bytes_text(held)} of"
+        f" {bytes_text(whole)}",
+        "sends  3.5 KiB a device and step, of it 3.0 KiB by all_reduce over data",
+        "next   step.report(state, batch): what XLA makes of it",
+    ]
+
+
+def test_where_nothing_is_saved_the_first_lines_say_so():
+    mesh = MeshShape((("data", 8),))
+    kernel = leaf("params/w", (256, 256), ())
+    moment = dataclasses.replace(kernel, path="opt/w", role="optimizer", rule="follows params/w")
+    plan = Plan(mesh, "splitbrain", "all", ("data",), (kernel, moment), ())
+    saves, _, *following = " ".join(str(plan).split()).split(" sends ")[0], None, str(plan).split("next")[1]
+    held = bytes_text(2 * kernel.bytes_per_device)
+    assert (
+        saves
+        == f"saves nothing: each device holds the whole state, {held}, as the rules use data=8 for the batch alone"
+    )
+    assert "shard_state=True: 256.0 KiB of optimizer state" in " ".join(following[0].split())
+    one = Plan(MeshShape((("data", 1),)), "splitbrain", "all", (), (kernel,), ())
+    assert "as there is one device" in str(one) and "step.report" in str(one)
+
+
+def test_a_plan_does_not_contradict_itself_about_examples():
+    """An array that lies over fewer axes than the batch says why."""
+    label = leaf("batch/label", (64,), ("data",), "batch", "batch")
+    plan = dataclasses.replace(SMALL, leaves=(*SMALL.leaves, label))
+    text = display.show(plan, width=200)
+    assert "batch/label (64,) P('data'), as what comes behind split layers takes it" in text
+    assert "batch/image (64, 256) P(('data', 'model'))\n" in text
+    assert "examples of whole layers lie over data x model, of split layers over data" in text
+    by_data = dataclasses.replace(plan, replicated_batch="data", batch_axes=("data",))
+    assert "examples lie over data\n" in display.show(by_data, width=200)
+    assert "behind split layers" not in display.show(by_data, width=200)
 
 
 def test_html_says_what_the_text_says():
@@ -183,7 +223,8 @@ def test_html_bars_show_the_share_of_a_device():
 
 def test_empty_plan_renders():
     empty = Plan(MESH, "none", "data", (), (), ())
-    assert "8 devices" in str(empty) and "no axis" in str(empty)
+    assert "8 devices" in str(empty) and "every device has all examples" in str(empty)
+    assert str(empty).startswith("saves  nothing: the step has no state\nsends  nothing\n")
     assert "8 devices" in text_of_html(display.html(empty))
 
 
@@ -263,7 +304,7 @@ def test_hostile_names_are_inert():
     visible = HOSTILE.replace("\x1b", "\\x1b").replace("\n", "\\n")
     assert visible in text_of_html(source)
     text = display.show(plan, width=600)
-    grid, _, footer = text.partition("\n\n")
+    _, grid, footer = text.split("\n\n", 2)
     assert "\x1b" not in text  # and no markup, no emoji, no line break:
     assert grid.count(visible) == 3 and footer.count(visible) >= 6
 
@@ -291,7 +332,7 @@ def test_equal_blocks_are_folded():
     ]
     assert [row.repeat for row in groups[1]] == [32, 32]
     (line,) = [line for line in str(plan).splitlines() if line.startswith("params/blocks_[0-31]/mlp/up")]
-    assert cells(line)[-2:] == ["32", "256.0 KiB"] and "each, per device" in str(plan).splitlines()[0]
+    assert cells(line)[-2:] == ["32", "256.0 KiB"] and "each, per" in str(plan).split("\n\n")[1].splitlines()[0]
     total = sum(row.device_bytes * row.repeat for group in groups for row in group)
     assert total == sum(x.bytes_per_device for x in plan.leaves)
 
