@@ -162,7 +162,7 @@ def test_the_script_on_mixed_precision_keeps_parameters_in_float32(tmp_path):
 
 def test_the_start_page_has_a_tab_for_each_framework(site):
     page = (site / "docs" / "quickstart.html").read_text()
-    tabs = re.findall(r'<label class="sd-tab-label"[^>]*>\s*([^<]+?)\s*</label>', page)
+    tabs = re.findall(r'<label[^>]*class="sd-tab-label"[^>]*>\s*([^<]+?)\s*</label>', page)
     assert tabs == ["Flax Linen", "Flax NNX", "Equinox", "Plain JAX"]
     assert page.count("sd-tab-content") == 4 and "make_objects" in page and "filter_jit" not in page
 
