@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from benchmarks.jigsaw import fidelity, interleaved
+from benchmarks.jigsaw import accuracy, fidelity, interleaved
 from benchmarks.jigsaw import main as jigsaw
 from splitjax.schedule import read_muri
 
@@ -108,3 +108,20 @@ def test_the_page_keeps_parts_and_says_which_goals_are_met(folder, tmp_path, cap
     assert status == 0 and page.index("Fidelity") < page.index("Kept") and "**MISS g: 2 (goal: at most 1)**" in page
     assert "14 of 14 goals met" in capsys.readouterr().out and "**14 of 15 goals met.**" in page
     assert set(json.loads((tmp_path / "jigsaw.json").read_text())) == {"zz", "fidelity"}
+
+
+def test_iterations_to_an_accuracy_lengthen_jobs_by_the_median_of_pairs():
+    inf = float("inf")
+    trained = {
+        "full": accuracy.Trained(0.1, (100.0, 200.0, 300.0)),
+        "spatial": accuracy.Trained(0.1, (150.0, 200.0, inf)),
+        "temporal": accuracy.Trained(0.1, (inf, inf, 300.0)),
+    }
+    assert [accuracy.lengthening(trained, way) for way in trained] == [1.0, 1.5, inf]
+
+
+def test_a_page_says_first_whether_skipped_work_pays():
+    faster = {"gangs": (1.0, 1.0), "packed alone": (0.9, 0.9), "temporal": (0.8, 0.8), "JigSaw": (0.7, 0.7)}
+    slower = faster | {"JigSaw": (1.1, 1.1)}
+    (line,) = accuracy._verdict({("t", 1.0, "x"): faster, ("t", 1.5, "x"): slower, ("t", 1.5, "as many"): slower})
+    assert "packed alone with full backpropagation in 1 of 2 cells, later than in gangs in 1" in line
