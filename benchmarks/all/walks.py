@@ -41,7 +41,18 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
     "jigsaw": _by_parts(
         "jigsaw",
         "--data-dir {data}",
-        ("efficiency", "switches", "real", "switch_cost", "packings", "fidelity", "honesty", "scale", "exact"),
+        (
+            "efficiency",
+            "switches",
+            "real",
+            "switch_cost",
+            "packings",
+            "fidelity",
+            "honesty",
+            "scale",
+            "exact",
+            "accuracy",
+        ),
     ),
     "splitbrain": _by_parts(
         "splitbrain", "", ("memory", "speed", "crossings", "crossing-speed", "scaling", "bytes", "numbers")

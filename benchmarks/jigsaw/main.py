@@ -24,7 +24,18 @@ from benchmarks._kept import Page, add_options, run_part, run_parts
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
 # the order on the page; others follow by name
-_FIRST = ("fidelity", "efficiency", "switches", "packings", "honesty", "scale", "exact", "real", "switch_cost")
+_FIRST = (
+    "fidelity",
+    "efficiency",
+    "switches",
+    "packings",
+    "honesty",
+    "scale",
+    "exact",
+    "real",
+    "switch_cost",
+    "accuracy",
+)
 
 
 def parts() -> list[str]:
