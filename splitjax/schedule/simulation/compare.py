@@ -34,6 +34,10 @@ class Comparison:
         """Gives policy -> its figures (`SimulationResult.figures`)."""
         return {result.policy: result.figures(self.baselines.get(result.policy)) for result in self.results}
 
+    def __repr__(self) -> str:
+        # That of a dataclass holds every stretch of every job: megabytes, which a notebook would keep.
+        return f"<Comparison of {', '.join(result.policy for result in self.results)}; print it for the tables>"
+
     def __str__(self) -> str:
         return registry.show(self)
 

@@ -52,3 +52,7 @@ def test_figures_are_those_of_the_results(comparison):
         assert f"{100 * result.busy:.1f} %" in words and f"{result.avg_jct / 60:.1f} min" in words
     source = comparison._repr_html_()
     assert source.count("<td>gang-fifo</td>") >= 2 and '<th scope="col" class="number">p99 JCT</th>' in source
+
+
+def test_what_a_prompt_shows_is_short(comparison):
+    assert repr(comparison).startswith("<Comparison of ") and len(repr(comparison)) < 200
