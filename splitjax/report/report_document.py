@@ -23,7 +23,13 @@ from splitjax.report.rows import (
 )
 from splitjax.report.value import Report
 
-_KINDS: dict[str, Kind] = {"layer": "code", "predicted": "number", "compiled": "number", "line": "code"}
+_KINDS: dict[str, Kind] = {
+    "layer": "code",
+    "collective": "code",
+    "predicted": "number",
+    "compiled": "number",
+    "line": "code",
+}
 _SUMS = ("predicted number", "predicted bytes", "compiled number", "compiled bytes")
 
 
