@@ -67,13 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` name, those of the process if not given, and returns the exit status: 0, 1
     (findings), 2 (the user's mistake) or 130 (Ctrl-C)."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words or words[0] in (*_HELP, "help") and len(words) == 1:
+    asks = words[:1] == ["help"] or _asks_for_help(words[:1])
+    if not words or (asks and len(words) == 1):
         print_overview(Console(), DESCRIPTION, COMMANDS)
         return 0 if words else USER_ERROR
     if words[0] in ("--version", "-V"):
         print(version_text())
         return 0
-    if words[0] == "help":
+    if asks:
         words = [words[1], "--help"]
     traceback = False
     try:

@@ -74,6 +74,11 @@ def test_no_command_shows_what_there_is(run):
     assert run("")[0] == 2 and run("") == (2, run("--help")[1], "")
 
 
+@pytest.mark.parametrize("line", ["help plan", "--help plan", "-h plan"])
+def test_help_may_stand_in_front(run, line):
+    assert run(line) == run("plan --help")
+
+
 def test_json_alone_on_the_standard_output(run):
     """`-` leaves it clean, for whoever reads it from a pipe."""
     for line in ("doctor", "lint splitbrain", "simulate --list", "plan --model mlp"):
