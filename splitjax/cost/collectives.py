@@ -16,7 +16,8 @@ bytes (the tests hold the sum of the prediction against this formula):
   section 3): the fourth;
 - beside the formula, split dims that a Fourier transform needs whole (`cost.transforms`).
 
-An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted, because small:
+An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted: what XLA makes of
+ragged products, which it does not divide (`planning.sites.ragged`); and, because small:
 scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the
 collectives are left to XLA (no gradient boundary, or not a plain product: see `planning.sites.exchange`), compilers
 write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input
@@ -45,6 +46,8 @@ _BYTES = {
 }
 # What `_activations` gives for crossings, where a worker's examples go to, or come from, the rest of its group.
 _CROSSINGS = frozenset({Kind.ENTER_COLUMNS, Kind.RETURN_COLUMNS, Kind.ENTER_ROWS, Kind.RETURN_ROWS})
+# Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
+RAGGED = "ragged_dot_general"
 # (op, axes, bytes that the op's formula takes, what it is for)
 Event = tuple[str, Axes, int, Purpose]
 
@@ -192,7 +195,7 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     """Yields what enters experts: tokens travel to the device of their expert, their cotangents back (Lepikhin et al.,
     "GShard", arXiv 2006.16668)."""
     axes = flow.stacked
-    if not axes:
+    if not axes or flow.use.primitive == RAGGED:
         return
     source = linked(flow.producer, axes, chain)
     if source and source.stacked == axes:
@@ -207,7 +210,7 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
 def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves experts: results return to the devices of their tokens."""
     axes = flow.stacked
-    if not axes:
+    if not axes or flow.use.primitive == RAGGED:
         return
     target = linked(flow.consumer, axes, chain)
     if target and target.stacked == axes:

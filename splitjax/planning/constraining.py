@@ -22,6 +22,7 @@ from splitjax.planning.sites.grids import derive_grids
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
 from splitjax.planning.sites.manual import manual_notes
+from splitjax.planning.sites.ragged import ragged_notes
 from splitjax.planning.sites.remedies import (
     apply_remedies,
     check_orders,
@@ -84,6 +85,7 @@ def constrain(draft: Draft) -> Draft:
     )
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
     said = (*said, *deal_notes(graph, layout.leaves, mesh))
+    said = (*said, *ragged_notes(graph, layout.leaves, mesh, layout.batch_axes))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)
     return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(
