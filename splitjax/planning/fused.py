@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import equation_at
 from splitjax.rules.match import first_match, param_kinds
-from splitjax.step.dealing import FusedProduct, find_parts
+from splitjax.step.dealing import find_parts
+from splitjax.step.dealt_values import FusedProduct
 from splitjax.trace.graph import Use
 
 # How tracing names the dim of a weight that its columns lie along.

@@ -22,23 +22,7 @@ from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
-from splitjax.step.dealt_values import Acting, Dealt, Target, as_array
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedProduct:
-    """Describes a product with a fused weight, whose result is cut into parts.
-
-    - `site`: of its equation. `weight`: the operand position of the weight.
-    - `dim`: the dim of the weight along which the parts lie side by side. `sizes`: of the parts.
-    - `num`: to how many devices they are dealt out; it divides every size.
-    """
-
-    site: Site
-    weight: int
-    dim: int
-    sizes: tuple[int, ...]
-    num: int
+from splitjax.step.dealt_values import Acting, Dealt, FusedProduct, as_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +48,12 @@ def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, i
 
     **Arguments:** `jaxpr`: the step. `products`: by site, position of the weight, and its dim; a site stands there
     once."""
-    by_body: dict[Site, dict[Site, Target]] = {}
+    by_body: dict[Site, dict[Site, FusedProduct]] = {}
     for site, weight, dim in products:
         eqn = equation_at(jaxpr, site)
         if eqn is not None and eqn.primitive.name == "dot_general":
             at = _body_around(jaxpr, site)
-            target = Target(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), 1)
+            target = FusedProduct(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), 1)
             by_body.setdefault(site[:at], {})[target.site] = target
     found: dict[Site, Parts | None] = {}
     for prefix, targets in by_body.items():
@@ -84,7 +68,7 @@ def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, i
 def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _compat.ClosedJaxpr:
     """Returns the step `jaxpr` with the weights of `products` dealt out. What has no such product at its site, as
     another trace of the step may have not, is left alone."""
-    by_body: dict[Site, list[Target]] = {}
+    by_body: dict[Site, list[FusedProduct]] = {}
     for product in products:
         eqn = equation_at(jaxpr, product.site)
         if eqn is None or eqn.primitive.name != "dot_general":
@@ -92,7 +76,7 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
         if eqn.invars[product.weight].aval.shape[product.dim] != sum(product.sizes):
             continue
         at = _body_around(jaxpr, product.site)
-        target = Target(product.site[at:], product.weight, product.dim, product.sizes, product.num)
+        target = FusedProduct(product.site[at:], product.weight, product.dim, product.sizes, product.num)
         by_body.setdefault(product.site[:at], []).append(target)
     for prefix, targets in by_body.items():
         jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
@@ -133,7 +117,7 @@ def _changed_at(jaxpr: Any, prefix: Site, change: Callable[[Any], Any]) -> Any:
     return _compat.like_jaxpr(jaxpr, inner.replace(eqns=eqns))
 
 
-def _retraced(body: Any, targets: Sequence[Target]) -> Any:
+def _retraced(body: Any, targets: Sequence[FusedProduct]) -> Any:
     """Returns a body with the weights of the targets dealt out, as what it is: open or closed."""
     inner, consts = _compat.open_jaxpr(body)
     by_site = {target.site: target for target in targets}
@@ -162,7 +146,7 @@ def _retraced(body: Any, targets: Sequence[Target]) -> Any:
 class _Rewriting(Acting):
     """Evaluates equations with dealt values. `targets`: by site, the products whose weights are dealt out."""
 
-    def __init__(self, targets: dict[Site, Target]) -> None:
+    def __init__(self, targets: dict[Site, FusedProduct]) -> None:
         super().__init__()
         self._targets = targets
 
@@ -222,7 +206,7 @@ class _Probe(Acting):
     `targets`: the products, by site. **Attributes:** `found`: by site, what is known of each.
     """
 
-    def __init__(self, targets: dict[Site, Target]) -> None:
+    def __init__(self, targets: dict[Site, FusedProduct]) -> None:
         super().__init__()
         self._targets = targets
         self._leading = {site[:depth] for site in targets for depth in range(1, len(site))}

@@ -36,8 +36,13 @@ deal_p: _compat.Primitive = _compat.define_primitive(DEAL, _evaluate, _result_ty
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A product whose weight is dealt out: `site` behind the body that is traced again; else as `FusedProduct`."""
+class FusedProduct:
+    """Describes a product with a fused weight, whose result is cut into parts.
+
+    - `site`: of its equation; behind a body, where that is traced again. `weight`: the operand position of the weight.
+    - `dim`: the dim of the weight along which the parts lie side by side. `sizes`: of the parts.
+    - `num`: to how many devices they are dealt out; it divides every size.
+    """
 
     site: Site
     weight: int
@@ -125,7 +130,7 @@ class Acting:
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Any, Any]] = {}
 
-    def product(self, eqn: Any, values: Sequence[Any], target: Target) -> list[Any]:
+    def product(self, eqn: Any, values: Sequence[Any], target: FusedProduct) -> list[Any]:
         """Returns the result of the product of a target, with its weight dealt out."""
         (contracted, batch), side, dim = eqn.params["dimension_numbers"], target.weight, target.dim
         free = [

@@ -22,7 +22,8 @@ from splitjax.plan import Spec
 from splitjax.rules.pins import Said
 from splitjax.step.annotations import Annotation, constraints_in, has_explicit, typed_leaf, untyped
 from splitjax.step.arguments import Bound, abstract
-from splitjax.step.dealing import FusedProduct, rewritten
+from splitjax.step.dealing import rewritten
+from splitjax.step.dealt_values import FusedProduct
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
