@@ -101,6 +101,7 @@ _SUBMODULES = (
     "jax_kernels",
     "kernels",
     "lower",
+    "machines",
     "measure",
     "mesh",
     "models",

@@ -153,6 +153,14 @@ class SearchError(SplitjaxError, ValueError):
     """A search over discrete choices whose problem is malformed, or that asks for what it cannot have."""
 
 
+class TargetError(SplitjaxError, ValueError):
+    """A target that is not known, or a mesh that does not fit it."""
+
+
+class CalibrationError(SplitjaxError, ValueError):
+    """A calibration that cannot be read, written or used, or a machine that cannot be measured."""
+
+
 class ExtensionError(SplitjaxError, ImportError):
     """Another package declares a scheme, a policy, a model, a rule set or a primitive, and it cannot be loaded."""
 

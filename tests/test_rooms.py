@@ -25,6 +25,7 @@ ROOMS = (
     "roles",
     "mesh",
     "display",
+    "machines",
     "plan",
     "kernels",
     "primitives",

@@ -10,23 +10,9 @@ import abc
 import dataclasses
 from typing import ClassVar
 
-from splitjax.errors import SyncError
+from splitjax.machines.links import Link
 from splitjax.sync.costs.capacities import Capacities
 from splitjax.sync.profile import Sparsity, Table
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A worker's link as measured: seconds until a small message has come, bytes a second of a large one."""
-
-    latency_seconds: float
-    bytes_per_second: float
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or self.latency_seconds < 0:
-            raise SyncError(
-                "a link needs a rate above 0 and a latency of at least 0", value=self, remedy="measure it again"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""Holds the kinds of devices that are shipped, with the figures that their vendors publish.
+
+Peaks are those of dense products (vendors print twice as much for 2:4 sparse ones). Those of float32 are what JAX's
+default precision computes with: bfloat16 on TPU, TF32 on GPU (`jax.lax.Precision`). GB and TB are powers of ten.
+Latencies of a TPU's links are those that the scaling book reckons with; of NVLink and of networks between GPU hosts
+those of NCCL's own model (ring algorithm, simple protocol). No latency between TPU slices is published: it is assumed
+to be that of the network between GPU hosts.
+"""
+
+from __future__ import annotations
+
+from splitjax.machines.devices import DeviceKind, register_device
+from splitjax.machines.links import Fabric, Link, Topology
+
+SCALING_BOOK = (
+    "https://jax-ml.github.io/scaling-book/tpus/ (Austin et al. 2025, How to Scale Your Model, key takeaways)"
+)
+PALLAS = "jax/_src/pallas/mosaic/tpu_info.py of jax 0.10.2 (VMEM)"
+NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (latencies)"
+
+_GB, _TB, _MIB, _GIB = 10**9, 10**12, 2**20, 2**30
+_TERA = 1e12
+_HOP_SECONDS, _NVLINK_SECONDS, _NETWORK_SECONDS = 1e-6, 3.4e-6, 14e-6
+
+
+def _torus(link_rate: float, host_rate: float, num_dims: int, wraps_every: int) -> Fabric:
+    return Fabric(
+        Topology.TORUS, Link(_HOP_SECONDS, link_rate), Link(_NETWORK_SECONDS, host_rate), num_dims, wraps_every
+    )
+
+
+def _switch(rate: float, host_rate: float) -> Fabric:
+    return Fabric(Topology.SWITCH, Link(_NVLINK_SECONDS, rate), Link(_NETWORK_SECONDS, host_rate))
+
+
+TPU_V5E = register_device(
+    DeviceKind(
+        name="tpu:v5e",
+        platform="tpu",
+        peak_flops=(("bfloat16", 197 * _TERA), ("int8", 393 * _TERA)),
+        memory_bytes=16 * _GIB,
+        memory_bytes_per_second=819 * _GB,
+        fast_memory_bytes=128 * _MIB,
+        devices_per_host=8,
+        fabric=_torus(50e9, 25e9, num_dims=2, wraps_every=16),
+        sources=("https://cloud.google.com/tpu/docs/v5e", SCALING_BOOK, PALLAS),
+    )
+)
+TPU_V5P = register_device(
+    DeviceKind(
+        name="tpu:v5p",
+        platform="tpu",
+        peak_flops=(("bfloat16", 459 * _TERA), ("int8", 918 * _TERA)),
+        memory_bytes=95 * _GIB,
+        memory_bytes_per_second=2765 * _GB,
+        fast_memory_bytes=128 * _MIB,  # 64 MiB for each of two cores
+        devices_per_host=4,
+        fabric=_torus(100e9, 25e9, num_dims=3, wraps_every=4),
+        sources=("https://docs.cloud.google.com/tpu/docs/v5p-training", SCALING_BOOK, PALLAS),
+    )
+)
+TPU_V6E = register_device(
+    DeviceKind(
+        name="tpu:v6e",
+        platform="tpu",
+        peak_flops=(("bfloat16", 918 * _TERA), ("int8", 1836 * _TERA)),
+        memory_bytes=32 * _GIB,
+        memory_bytes_per_second=1640 * _GB,
+        fast_memory_bytes=128 * _MIB,
+        devices_per_host=8,
+        fabric=_torus(100e9, 100e9, num_dims=2, wraps_every=16),
+        sources=("https://cloud.google.com/tpu/docs/v6e", SCALING_BOOK, PALLAS),
+    )
+)
+GPU_A100 = register_device(
+    DeviceKind(
+        name="gpu:a100",
+        platform="gpu",
+        peak_flops=(
+            ("bfloat16", 312 * _TERA),
+            ("float16", 312 * _TERA),
+            ("float32", 156 * _TERA),
+            ("float64", 19.5 * _TERA),
+            ("int8", 624 * _TERA),
+        ),
+        memory_bytes=80 * _GB,
+        memory_bytes_per_second=2039 * _GB,
+        fast_memory_bytes=108 * 164 * 2**10,
+        devices_per_host=8,
+        fabric=_switch(300e9, 200e9),
+        sources=(
+            "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+            "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM, 80 GB)",
+            "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf",
+            "https://docs.nvidia.com/dgx/dgxa100-user-guide/ (eight 200 Gb/s networks a host)",
+            NCCL,
+        ),
+    )
+)
+_HOPPER_PEAKS = (
+    ("bfloat16", 989.5 * _TERA),
+    ("float16", 989.5 * _TERA),
+    ("float32", 494.7 * _TERA),
+    ("float64", 67 * _TERA),
+    ("float8_e4m3fn", 1979 * _TERA),
+    ("float8_e5m2", 1979 * _TERA),
+    ("int8", 1979 * _TERA),
+)
+GPU_H100 = register_device(
+    DeviceKind(
+        name="gpu:h100",
+        platform="gpu",
+        peak_flops=_HOPPER_PEAKS,
+        memory_bytes=80 * _GB,
+        memory_bytes_per_second=3.35 * _TB,
+        fast_memory_bytes=132 * 228 * 2**10,
+        devices_per_host=8,
+        fabric=_switch(450e9, 400e9),
+        sources=(
+            "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
+            "https://docs.nvidia.com/cuda/hopper-tuning-guide/ (shared memory)",
+            "https://docs.nvidia.com/dgx/dgxh100-user-guide/ (eight 400 Gb/s networks a host)",
+            NCCL,
+        ),
+    )
+)
+GPU_H200 = register_device(
+    DeviceKind(
+        name="gpu:h200",
+        platform="gpu",
+        peak_flops=_HOPPER_PEAKS,
+        memory_bytes=141 * _GB,
+        memory_bytes_per_second=4.8 * _TB,
+        fast_memory_bytes=132 * 228 * 2**10,
+        devices_per_host=8,
+        fabric=_switch(450e9, 400e9),
+        sources=(
+            "https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
+            "https://docs.nvidia.com/cuda/hopper-tuning-guide/ (shared memory)",
+            "https://docs.nvidia.com/dgx/dgxh100-user-guide/ (eight 400 Gb/s networks a host)",
+            NCCL,
+        ),
+    )
+)
+GPU_B200 = register_device(
+    DeviceKind(
+        name="gpu:b200",
+        platform="gpu",
+        peak_flops=(
+            ("bfloat16", 2250 * _TERA),
+            ("float16", 2250 * _TERA),
+            ("float32", 1125 * _TERA),
+            ("float64", 37 * _TERA),
+            ("float8_e4m3fn", 4500 * _TERA),
+            ("float8_e5m2", 4500 * _TERA),
+            ("int8", 4500 * _TERA),
+        ),
+        memory_bytes=180 * _GB,
+        memory_bytes_per_second=8 * _TB,
+        fast_memory_bytes=148 * 228 * 2**10,
+        devices_per_host=8,
+        fabric=_switch(900e9, 400e9),
+        sources=(
+            "https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, a host's figures over eight)",
+            "https://www.nvidia.com/en-us/data-center/dgx-b200/ (memory, eight 400 Gb/s networks a host)",
+            "https://docs.nvidia.com/cuda/blackwell-tuning-guide/ (shared memory)",
+            NCCL,
+        ),
+    )
+)
+# Processors differ too much for a table: their figures are a calibration's.
+CPU = register_device(
+    DeviceKind(
+        name="cpu",
+        platform="cpu",
+        peak_flops=(),
+        memory_bytes=0,
+        memory_bytes_per_second=0.0,
+        fast_memory_bytes=0,
+        devices_per_host=1,
+        fabric=Fabric(Topology.MEMORY, Link(0.0, float("inf")), Link(0.0, float("inf"))),
+        sources=(),
+    )
+)
