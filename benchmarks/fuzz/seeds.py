@@ -65,6 +65,7 @@ store = "storage"
 name = "rest"
 shard = []
 """
+TARGETS = (b"tpu:v5e:4x4", b"tpu:v5p:2*4x4x4", b"gpu:h200:2x8", b"cpu:8")
 OPTIONS = b"""batch_size = 64
 [data]
 data = "cifar10"

@@ -21,6 +21,8 @@ from splitjax.data.idx import load_idx, read_idx
 from splitjax.data.streams import Position
 from splitjax.data.text import load_text
 from splitjax.data.vocabulary import Vocabulary
+from splitjax.machines.calibration import Calibration
+from splitjax.machines.targets import parse_target
 from splitjax.partial.advice import Advice
 from splitjax.plan import Plan
 from splitjax.report.protobuf import WireError
@@ -168,6 +170,11 @@ def _members(path: pathlib.Path) -> None:
         len(data)
 
 
+def _target(path: pathlib.Path) -> None:
+    target = parse_target(path.read_bytes().decode("utf-8", "surrogateescape"))
+    _same(target, parse_target(str(target)))
+
+
 def _sums(path: pathlib.Path) -> None:
     read_sums(path.parent)
 
@@ -225,6 +232,10 @@ PARSERS: dict[str, Parser] = {
             "profile", errors.ProfileError, _of_class(Profile), seeds.documents("profile", "real_profile"), _JSON, 100
         ),
         Parser("advice", errors.PartialError, _of_class(Advice), seeds.documents("advice", "real_advice"), _JSON, 100),
+        Parser(
+            "calibration", errors.CalibrationError, _of_class(Calibration), seeds.documents("calibration"), _JSON, 100
+        ),
+        Parser("target", errors.TargetError, _target, lambda: list(seeds.TARGETS), _LINES, 100),
         Parser("vocabulary", errors.DataError, _vocabulary, seeds.documents("vocabulary"), _JSON, 100),
         Parser("position", errors.DataError, _position, seeds.documents("position"), _JSON, 100),
         Parser(

@@ -23,6 +23,7 @@ from splitjax.cli._interrupt import end_cleanly, ignore_when_done
 from splitjax.cli._options import CommandOptions
 from splitjax.cli._output import STANDARD_OUTPUT
 from splitjax.cli._train_options import expand_config
+from splitjax.cli.calibrate import Calibrate
 from splitjax.cli.demo import Demo
 from splitjax.cli.doctor import Doctor
 from splitjax.cli.launch import Launch
@@ -59,6 +60,7 @@ COMMANDS: dict[str, type[CommandOptions]] = {
     "simulate": Simulate,
     "lint": Lint,
     "doctor": Doctor,
+    "calibrate": Calibrate,
 }
 _HELP = ("--help", "-h")
 

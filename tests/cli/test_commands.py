@@ -26,6 +26,7 @@ from splitjax.cli.line.fields import options_of
 from splitjax.cli.lint import lint_document
 from splitjax.display import Document, Paragraph
 from splitjax.errors import MeshError
+from splitjax.machines.calibration import Calibration
 from splitjax.rules import Finding
 from splitjax.runtime.launch.outcome import Traffic
 
@@ -41,7 +42,7 @@ shard = [{ out = "model" }]
 def test_help_lists_every_command_with_a_line(run):
     status, out, _ = run("--help")
     assert status == 0
-    for command in ("demo", "train", "launch", "plan", "report", "profile", "simulate", "lint", "doctor"):
+    for command in ("demo", "train", "launch", "plan", "report", "profile", "simulate", "lint", "doctor", "calibrate"):
         assert f"\n  {command}  " in out
 
 
@@ -142,6 +143,18 @@ def test_doctor_shows_versions_devices_and_cache(run, tmp_path):
     assert splitjax.__version__ in out and "8 x cpu" in out and str(tmp_path / "cache") in "".join(out.split())
     assert out.startswith("this machine\nsystem ") and "\n\nadvice\n" in out
     assert out.count("good: ") == 2 and not list(tmp_path.glob(".splitjax*"))
+
+
+@pytest.mark.slow
+def test_calibrate_writes_what_it_measured(run):
+    status, out, _ = run("calibrate --quick --clock processor --json own.json")
+    assert status == 0 and "elementwise float32" in out
+    assert Calibration.load("own.json").clock == "processor"
+
+
+def test_calibrate_looks_for_the_folder_first(run):
+    status, _, err = run("calibrate --json nowhere/own.json")
+    assert status == 2 and "there is no such folder" in err
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -1,0 +1,275 @@
+"""Holds what was measured of a machine, reads and writes it: how long operations of each kind and size take a device,
+and collectives among each number of devices.
+
+`splitjax calibrate` makes a `Calibration`, the time model asks it for seconds. A file has a checksum of its figures:
+an edited or a damaged one is refused.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+
+from splitjax.codec import Codec, Wording
+from splitjax.errors import CalibrationError
+from splitjax.machines.links import Link
+
+FORMAT = 1
+
+
+class OperationKind(enum.Enum):
+    """Names kinds of operations that differ in what they take for their size, and what their size counts.
+
+    - `PRODUCT`, `CONVOLUTION`: flops; `narrow` is the smallest dim of the product, or the fewest channels.
+    - `FILTER_GRADIENT`: of a convolution's filter, flops and channels likewise.
+    - `ELEMENTWISE`: bytes read and written by loops over elements that only move and add.
+    - `COSTLY`: elements of exponentials, logarithms, divisions, roots and the like, beside what moves them.
+    - `TRANSPOSE`: bytes read and written by a loop that reads elements in another order than it writes them.
+    - `ROW_SUM`, `COLUMN_SUM`: elements that are reduced along the last dim, or along others alone.
+    - `WINDOW`, `WINDOW_GRADIENT`: elements of the results times those of a window (pooling).
+    - `GATHER`, `SCATTER`: elements that are looked up, or added to rows.
+    - `RANDOM`: elements drawn. `SORT`: elements sorted, or summed up along a dim.
+    """
+
+    PRODUCT = "product"
+    CONVOLUTION = "convolution"
+    FILTER_GRADIENT = "filter_gradient"
+    ELEMENTWISE = "elementwise"
+    COSTLY = "costly"
+    TRANSPOSE = "transpose"
+    ROW_SUM = "row_sum"
+    COLUMN_SUM = "column_sum"
+    WINDOW = "window"
+    WINDOW_GRADIENT = "window_gradient"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    RANDOM = "random"
+    SORT = "sort"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Says what an operation took: its `size` and how `narrow` it is, as its kind counts them, and `seconds`."""
+
+    narrow: int
+    size: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Says what operations of a kind take by their size.
+
+    **Attributes:** `kind`: of operation. `dtype`: of its operands. `points`: as measured, ordered by `narrow`, then by
+    size."""
+
+    kind: OperationKind
+    dtype: str
+    points: tuple[Point, ...]
+
+    def seconds(self, size: float, narrow: int = 0) -> float:
+        """Returns what an operation of a `size` takes: between points by lines through logarithms, in size and in
+        `narrow`. What is smaller than the smallest takes as long as that; what is larger goes at the rate of the
+        largest."""
+        by_narrow: dict[int, list[Point]] = {}
+        for point in self.points:
+            by_narrow.setdefault(point.narrow, []).append(point)
+        widths = sorted(by_narrow)
+        after = bisect.bisect_left(widths, narrow)
+        if after == len(widths) or widths[after] == narrow or not after:
+            return _along(by_narrow[widths[min(after, len(widths) - 1)]], size)
+        low, high = widths[after - 1], widths[after]
+        share = math.log(narrow / low) / math.log(high / low) if low > 0 else 1.0
+        return _along(by_narrow[low], size) ** (1 - share) * _along(by_narrow[high], size) ** share
+
+
+def _along(points: Sequence[Point], size: float) -> float:
+    if size <= points[0].size:
+        return points[0].seconds
+    if size >= points[-1].size:
+        return points[-1].seconds * size / points[-1].size
+    after = bisect.bisect_left([point.size for point in points], size)
+    low, high = points[after - 1], points[after]
+    share = math.log(size / low.size) / math.log(high.size / low.size)
+    return low.seconds ** (1 - share) * high.seconds**share
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """Says what a collective takes: `link.latency_seconds` and, beyond, what a device sends (by the ring formulas of
+    `cost.ring`) at `link.bytes_per_second`.
+
+    **Attributes:** `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`. `participants`: the
+    devices of a group. `between`: whether they are of several processes. `link`: the fit."""
+
+    op: str
+    participants: int
+    between: bool
+    link: Link
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Holds what was measured of a machine.
+
+    **Attributes:**
+
+    - `date`: when, ISO 8601 in UTC. `platform`, `device`: JAX's names of its platform and its kind of device.
+    - `versions`: (package, version) that it was measured with.
+    - `num_processes`, `devices_per_process`: of the run that was measured. All devices of it were busy at once, so that
+      seconds hold for steps that use all of them; virtual CPU devices share their cores.
+    - `clock`: `wall`, or `processor`: processor time over the cores that the devices use, where other work on the
+      machine would disturb the wall's.
+    - `call_seconds`: of a call of a compiled program that does nothing, and `node_seconds`: what each kernel of a
+      program takes beside its work.
+    - `curves`: of operations. `collectives`: of collectives.
+    """
+
+    date: str
+    platform: str
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    num_processes: int
+    devices_per_process: int
+    clock: str
+    call_seconds: float
+    node_seconds: float
+    curves: tuple[Curve, ...]
+    collectives: tuple[CollectiveTime, ...]
+
+    def seconds(self, kind: OperationKind, size: float, narrow: int = 0, dtype: str = "float32") -> float:
+        """Returns what an operation takes; without a curve of its dtype, as one of those that there are. Raises
+        `CalibrationError` for a kind that was not measured."""
+        if size <= 0:
+            return 0.0
+        curves = [curve for curve in self.curves if curve.kind is kind]
+        if not curves:
+            raise CalibrationError(
+                f"operations of kind {kind.value} were not measured",
+                value=[curve.kind.value for curve in self.curves],
+                place="calibration",
+                remedy="measure again with `splitjax calibrate`",
+            )
+        own = next((curve for curve in curves if curve.dtype == dtype), curves[0])
+        return own.seconds(size, narrow)
+
+    def collective_seconds(self, op: str, participants: int, between: bool, sent_bytes: float) -> float:
+        """Returns what a collective takes in which each of `participants` devices sends `sent_bytes`.
+
+        Of another number of participants than was measured it takes the nearest: latencies grow with the number of
+        steps of a ring, rates stay. Without any of that kind and place, that of another kind: an all-reduce as a
+        reduce-scatter and an all-gather do. Raises `CalibrationError` where nothing was measured."""
+        if participants < 2:
+            return 0.0
+        known = [each for each in self.collectives if each.op == op and each.between == between]
+        known = known or [each for each in self.collectives if each.between == between] or list(self.collectives)
+        if not known:
+            raise CalibrationError(
+                "no collective was measured",
+                value=self.devices_per_process * self.num_processes,
+                place="calibration",
+                remedy="run `splitjax calibrate` with several devices: `--devices 8`",
+            )
+        nearest = min(known, key=lambda each: abs(math.log(each.participants / participants)))
+        latency = nearest.link.latency_seconds * (participants - 1) / (nearest.participants - 1)
+        return latency + sent_bytes / nearest.link.bytes_per_second
+
+    def to_json(self) -> str:
+        """Returns the calibration as JSON, with the checksum of its figures."""
+        return _JSON.text(_Sealed(_digest(self), self))
+
+    @staticmethod
+    def from_json(text: str, origin: str = "") -> Calibration:
+        """Returns the calibration of a `text` that `to_json` wrote; `origin` is what errors name, such as a file.
+        Raises `CalibrationError` for anything else."""
+        return _JSON.parse(text, origin).calibration
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the calibration to the file `path`, whole or not at all. Raises `CalibrationError` where it cannot."""
+        _JSON.save(_Sealed(_digest(self), self), path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Calibration:
+        """Reads the file `path`. Raises `CalibrationError` where it cannot be read, or is not what was written."""
+        return _JSON.load(path).calibration
+
+    def __str__(self) -> str:
+        runs = f"{self.num_processes} process{'es' * (self.num_processes > 1)} x {self.devices_per_process}"
+        lines = [
+            f"{self.platform} ({self.device}), {runs} devices, {self.clock} time, {self.date}",
+            f"a call {_micro(self.call_seconds)}, a kernel {_micro(self.node_seconds)} beside its work",
+        ]
+        for curve in self.curves:
+            rates = [point.size / point.seconds for point in curve.points]
+            lines.append(
+                f"{curve.kind.value:>16} {curve.dtype}: {min(rates):.3g} to {max(rates):.3g} a second,"
+                f" {len(curve.points)} sizes"
+            )
+        for each in self.collectives:
+            where = "between processes" if each.between else "within a process"
+            lines.append(
+                f"{each.op:>16} of {each.participants} {where}: {_micro(each.link.latency_seconds)},"
+                f" {each.link.bytes_per_second / 1e6:.4g} MB a second"
+            )
+        return "\n".join(lines)
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} us"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sealed:
+    """Is what a file holds: the figures, and the SHA-256 of their JSON."""
+
+    sha256: str
+    calibration: Calibration
+
+
+def _digest(calibration: Calibration) -> str:
+    values = _JSON.values(_Sealed("", calibration))["calibration"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _check(sealed: _Sealed) -> None:
+    remedy = "measure again with `splitjax calibrate`"
+    if sealed.sha256 != _digest(sealed.calibration):
+        raise CalibrationError(
+            "the file is not what was written: its checksum does not fit its figures",
+            value=sealed.sha256[:80],
+            place="sha256",
+            remedy=remedy,
+        )
+    for number, curve in enumerate(sealed.calibration.curves):
+        order = [(point.narrow, point.size) for point in curve.points]
+        if not order or order != sorted(order) or any(p.size <= 0 or p.seconds <= 0 for p in curve.points):
+            raise CalibrationError(
+                "a curve needs points in order, with sizes and seconds above 0",
+                value=curve.kind.value,
+                place=f"curves[{number}]",
+                remedy=remedy,
+            )
+    for number, each in enumerate(sealed.calibration.collectives):
+        if each.participants < 2 or each.link.latency_seconds < 0 or not each.link.bytes_per_second > 0:
+            raise CalibrationError(
+                "a collective needs two participants, a latency and a rate above 0",
+                value=each.op,
+                place=f"collectives[{number}]",
+                remedy=remedy,
+            )
+
+
+_JSON: Codec[_Sealed] = Codec(
+    _Sealed,
+    CalibrationError,
+    Wording.of_result("a calibration", "calibration"),
+    format=FORMAT,
+    finite=True,
+    check=_check,
+)

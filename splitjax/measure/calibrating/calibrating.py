@@ -1,0 +1,79 @@
+"""Measures the machine that this run is on: all of its devices, and the links between them, into a `Calibration`."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from splitjax.errors import CalibrationError
+from splitjax.machines.calibration import Calibration, Curve, OperationKind, Point
+from splitjax.measure.calibrating.collectives import collective_times
+from splitjax.measure.calibrating.operations import probes
+from splitjax.measure.calibrating.timing import Clock, Timer
+
+_PACKAGES = ("jax", "jaxlib")
+
+
+def calibrate(
+    clock: Clock = "wall", *, quick: bool = False, told: Callable[[str], None] = lambda line: None
+) -> Calibration:
+    """Measures how long operations and collectives take on the devices of this run.
+
+    In a run of several processes all must call it at the same time; all get what process 0 measured. It takes about a
+    minute on an idle machine.
+
+    **Arguments:**
+
+    - `clock`: `"wall"`, or `"processor"`: processor time over the cores that the devices use, for machines that are
+      busy with other work. It does not see waiting, and so no links between processes: these are timed by the wall.
+    - `quick`: fewer and smaller sizes, in some seconds, for trying it out.
+    - `told`: is called with a line for everything that was measured.
+
+    Raises `CalibrationError` for another clock, and where processes have unequal numbers of devices.
+    """
+    if clock not in ("wall", "processor"):
+        raise CalibrationError(
+            "a clock is wall or processor", value=clock, place="clock", remedy='leave it out, or give "processor"'
+        )
+    devices = tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    num_processes = len({device.process_index for device in devices})
+    if len(devices) % num_processes:
+        raise CalibrationError(
+            "the processes have unequal numbers of devices",
+            value=[device.process_index for device in devices],
+            place="calibrate",
+            remedy="start them alike",
+        )
+    timer = Timer(devices, clock, *((0.002, 3) if quick else ()))
+    by_kind: dict[tuple[OperationKind, str], list[Point]] = {}
+    for probe in probes(*((1 << 13, 2.0**21) if quick else ())):
+        seconds = timer.seconds(probe.turn, probe.arrays)
+        by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
+        told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")
+    curves = tuple(
+        Curve(kind, dtype, tuple(sorted(points, key=lambda point: (point.narrow, point.size))))
+        for (kind, dtype), points in by_kind.items()
+    )
+    by_wall = timer if num_processes == 1 else Timer(devices, "wall", timer.enough_seconds, timer.rounds)
+    collectives = []
+    for each in collective_times(by_wall, num_processes, *(((1 << 8, 1 << 12),) if quick else ())):
+        collectives.append(each)
+        told(f"{each.op} of {each.participants}: {each.link}")
+    smallest = jax.ShapeDtypeStruct((8,), jnp.float32)
+    return Calibration(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        platform=devices[0].platform,
+        device=devices[0].device_kind,
+        versions=tuple((package, importlib.metadata.version(package)) for package in _PACKAGES),
+        num_processes=num_processes,
+        devices_per_process=len(devices) // num_processes,
+        clock=clock,
+        call_seconds=timer.call_seconds(),
+        node_seconds=timer.seconds(lambda x: x * 0.999, (smallest,)),
+        curves=curves,
+        collectives=tuple(collectives),
+    )

@@ -1,0 +1,81 @@
+"""Times collectives: among each number of devices of a process, and between processes, latency and rate of each kind.
+
+A `Timer` comes in, the fits come out. A line through the times of several sizes is what alpha-beta models are made of
+(Hockney 1994, "The communication challenge for MPP"); it is fitted to relative errors, so that small messages count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
+from splitjax.machines.calibration import CollectiveTime
+from splitjax.machines.links import Link
+from splitjax.measure.calibrating.timing import Timer
+
+# Elements of what a device has before the collective.
+LENGTHS = (1 << 8, 1 << 14, 1 << 18)
+_AXIS = "group"
+
+
+def collective_times(timer: Timer, num_processes: int, lengths: Sequence[int] = LENGTHS) -> Iterator[CollectiveTime]:
+    """Yields the fits of all kinds of collectives.
+
+    **Arguments:** `timer`: times turns of all devices. `num_processes`: of the run. `lengths`: elements of a message,
+    as float32, which have to be multiples of the number of devices."""
+    devices = len(timer.devices)
+    within = devices // num_processes
+    groups = [(size, False) for size in _powers(within)]
+    if num_processes > 1:
+        groups += [(num_processes, True)] + ([(devices, True)] if within > 1 else [])
+    for size, between in groups:
+        mesh = timer.mesh(size, across=between and size == num_processes)
+        for op, (turn, sent) in _turns(size).items():
+            points = []
+            for length in lengths:
+                seconds = timer.seconds(turn, (jax.ShapeDtypeStruct((length,), jnp.float32),), mesh)
+                points.append((float(sent(4 * length)), seconds))
+            yield CollectiveTime(op, size, between, fit(points))
+
+
+def _powers(most: int) -> list[int]:
+    found, size = [], 2
+    while size < most:
+        found += [size] if most % size == 0 else []
+        size *= 2
+    return found + ([most] if most > 1 else [])
+
+
+def _turns(size: int) -> dict[str, tuple[Callable[[Any], Any], Callable[[int], float]]]:
+    """Returns by kind of collective what a device does with its message, and the bytes that it sends of it."""
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    scatter = lambda x: lax.psum_scatter(x, _AXIS, tiled=True)
+    swap = lambda x: lax.all_to_all(x.reshape(size, -1), _AXIS, 0, 0).reshape(-1)
+    return {
+        "all_reduce": (lambda x: lax.psum(x, _AXIS), lambda held: all_reduce_bytes(size, held)),
+        "all_gather": (
+            lambda x: lax.all_gather(x, _AXIS, tiled=True),
+            lambda held: all_gather_bytes(size, size * held),
+        ),
+        "reduce_scatter": (scatter, lambda held: reduce_scatter_bytes(size, held)),
+        "all_to_all": (swap, lambda held: all_to_all_bytes(size, held)),
+        "permute": (lambda x: lax.ppermute(x, _AXIS, ring), lambda held: held),
+    }
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Link:
+    """Fits (bytes, seconds) by a latency and a rate, such that the squares of relative errors are least; neither is
+    negative."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * sent for w, (sent, _) in zip(weights, points, strict=True)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    over = sum(w * (sent - x) * (seconds - y) for w, (sent, seconds) in zip(weights, points, strict=True))
+    under = sum(w * (sent - x) ** 2 for w, (sent, _) in zip(weights, points, strict=True))
+    slope = max(over / under if under else 0.0, 1e-15)
+    return Link(max(y - slope * x, 0.0), 1 / slope)

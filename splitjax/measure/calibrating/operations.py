@@ -1,0 +1,154 @@
+"""Says which operations are timed, of which sizes, and what they are: one list, kind by kind.
+
+Sizes are those of a device's part of a training step: from what fits a processor's first cache to what fits none. The
+figures of a kind count the way `machines.calibration.OperationKind` says, and the time model counts alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from splitjax.machines.calibration import OperationKind
+
+Array = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Is an operation to be timed: its `kind`, `narrow` and `size` as the kind counts them, what a device does in a
+    `turn`, and the shapes of the `arrays` that it does it with."""
+
+    kind: OperationKind
+    narrow: int
+    size: float
+    turn: Callable[..., Array]
+    arrays: tuple[Any, ...]
+    dtype: str = "float32"
+
+
+def probes(most_elements: int = 1 << 21, most_flops: float = 2.0**31) -> Iterator[Probe]:
+    """Yields the operations to be timed; none with more than `most_elements` in an array or `most_flops` flops."""
+    for probe in (*_products(), *_convolutions(), *_elementwise(), *_sums(), *_windows(), *_rows(), *_others()):
+        elements = max(_elements(array) for array in probe.arrays)
+        counts_flops = probe.kind in (
+            OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.FILTER_GRADIENT
+        )  # fmt: skip
+        if elements <= most_elements and (not counts_flops or probe.size <= most_flops):
+            yield probe
+
+
+def _elements(array: Any) -> int:
+    count = 1
+    for size in array.shape:
+        count *= size
+    return count
+
+
+def _f32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _products() -> Iterator[Probe]:
+    # (rows, contracted, columns) with the narrow dim in front, as few examples are, from small to large.
+    sizes = {
+        8: ((8, 64, 64), (8, 256, 256), (8, 1024, 512), (8, 1024, 2048)),
+        32: ((32, 32, 32), (32, 128, 128), (32, 512, 512), (32, 1024, 2048)),
+        128: ((128, 128, 128), (256, 256, 128), (512, 128, 512), (1024, 128, 2048)),
+        512: ((512, 512, 512), (512, 1024, 512), (1024, 1024, 512)),
+    }
+    for narrow, shapes in sizes.items():
+        for m, k, n in shapes:
+            yield Probe(OperationKind.PRODUCT, narrow, 2.0 * m * k * n, lambda x, w: x @ w, (_f32(m, k), _f32(k, n)))
+
+
+def _convolutions() -> Iterator[Probe]:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    # (examples, side, channels in, channels out): 3x3 filters.
+    sizes = {
+        3: ((4, 16, 3, 32), (16, 32, 3, 32)),
+        16: ((2, 8, 16, 16), (4, 16, 16, 32), (16, 32, 16, 16)),
+        64: ((2, 4, 64, 64), (4, 8, 64, 64), (8, 16, 64, 128)),
+        256: ((4, 4, 256, 256), (8, 4, 256, 512)),
+    }
+    for narrow, shapes in sizes.items():
+        for batch, side, before, after in shapes:
+            flops = 2.0 * batch * side * side * 9 * before * after
+            image, filters, made = (
+                _f32(batch, side, side, before),
+                _f32(3, 3, before, after),
+                _f32(batch, side, side, after),
+            )
+
+            def forward(x: Array, w: Array) -> Array:
+                return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+            def of_filter(x: Array, ct: Array, filters: Any = filters) -> Array:
+                _, transposed = jax.vjp(lambda w: forward(x, w), jnp.zeros(filters.shape, filters.dtype))
+                return transposed(ct)[0]
+
+            yield Probe(OperationKind.CONVOLUTION, narrow, flops, forward, (image, filters))
+            yield Probe(OperationKind.FILTER_GRADIENT, narrow, flops, of_filter, (image, made))
+
+
+_LENGTHS = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
+
+
+def _elementwise() -> Iterator[Probe]:
+    for count in _LENGTHS:
+        yield Probe(OperationKind.ELEMENTWISE, 0, 12.0 * count, lambda x, y: 0.5 * x + y, (_f32(count), _f32(count)))
+    for count in _LENGTHS[:-1]:
+        yield Probe(OperationKind.COSTLY, 0, float(count), lambda x: jnp.exp(-x), (_f32(count),))
+    for rows, columns in ((64, 64), (256, 256), (1024, 512), (2048, 1024)):
+        yield Probe(
+            OperationKind.TRANSPOSE, 0, 8.0 * rows * columns, lambda x: lax.transpose(x, (1, 0)), (_f32(rows, columns),)
+        )
+
+
+def _sums() -> Iterator[Probe]:
+    for rows, columns in ((16, 64), (128, 128), (512, 256), (2048, 512)):
+        size, shape = float(rows * columns), _f32(rows, columns)
+        yield Probe(OperationKind.ROW_SUM, 0, size, lambda x: jnp.sum(x, 1), (shape,))
+        yield Probe(OperationKind.COLUMN_SUM, 0, size, lambda x: jnp.sum(x, 0), (shape,))
+
+
+def _windows() -> Iterator[Probe]:
+    for batch, side, channels in ((2, 8, 16), (4, 16, 32), (8, 32, 64)):
+        image, size = _f32(batch, side, side, channels), float(batch * side * side * channels)
+
+        def pooled(x: Array) -> Array:
+            return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+        def gradient(x: Array, ct: Array) -> Array:
+            return jax.vjp(pooled, x)[1](ct)[0]
+
+        yield Probe(OperationKind.WINDOW, 0, size, pooled, (image,))
+        made = _f32(batch, side // 2, side // 2, channels)
+        yield Probe(OperationKind.WINDOW_GRADIENT, 0, size, gradient, (image, made))
+
+
+def _rows() -> Iterator[Probe]:
+    for count, width in ((64, 16), (256, 64), (2048, 64), (8192, 128)):
+        ids, table, rows = jax.ShapeDtypeStruct((count,), jnp.int32), _f32(1024, width), _f32(count, width)
+        size = float(count * width)
+        yield Probe(OperationKind.GATHER, 0, size, lambda table, ids: table[ids], (table, ids))
+        yield Probe(
+            OperationKind.SCATTER, 0, size, lambda rows, ids, table: table.at[ids].add(rows), (rows, ids, table)
+        )
+
+
+def _others() -> Iterator[Probe]:
+    for count in (1 << 10, 1 << 13, 1 << 17):
+        size, shape = float(count), _f32(count)
+        yield Probe(OperationKind.SORT, 0, size, lambda x: jnp.sort(x), (shape,))
+
+        def drawn(x: Array) -> Array:
+            key = jax.random.key(x[0].astype(jnp.uint32))
+            return jax.random.uniform(key, x.shape)
+
+        yield Probe(OperationKind.RANDOM, 0, size, drawn, (shape,))

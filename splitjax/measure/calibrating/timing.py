@@ -1,0 +1,153 @@
+"""Times a small computation that every device of a run does at once, over and over within one program.
+
+What a device does in a turn comes in as a function of local arrays, the seconds of a turn come out. Turns run in a loop
+inside the program, so that a call's own time does not count, and all devices run it at the same time, so that what they
+share (cores, memory, links) is shared as in a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from splitjax.sync.link import of_process_0
+
+Clock = Literal["wall", "processor"]
+AXES = ("apart", "group")
+_MOST_TURNS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Timer:
+    """Times what devices do.
+
+    **Attributes:**
+
+    - `devices`: all of the run, those of a process together.
+    - `clock`: `wall`, or `processor`, which other work on the machine disturbs less, and which sees no waiting.
+    - `enough_seconds`: how long a round lasts at least. `rounds`: how many there are; the fastest third of them counts,
+      by its slowest round, since other work only ever adds.
+    """
+
+    devices: tuple[Any, ...]
+    clock: Clock = "wall"
+    enough_seconds: float = 0.01
+    rounds: int = 6
+
+    def mesh(self, group_size: int = 1, across: bool = False) -> Mesh:
+        """Returns the mesh of all devices in groups of `group_size`, along the axis `group`: neighbours; or `across`,
+        one of each process, where there are as many."""
+        devices = np.asarray(self.devices, object)
+        if across:
+            return Mesh(devices.reshape(group_size, -1).T, AXES)
+        return Mesh(devices.reshape(-1, group_size), AXES)
+
+    def seconds(self, turn: Callable[..., Any], arrays: Sequence[Any], mesh: Mesh | None = None) -> float:
+        """Returns the seconds of a turn.
+
+        **Arguments:** `turn`: takes a device's arrays and returns one array. `arrays`: shapes and dtypes
+        (`ShapeDtypeStruct`) of these. `mesh`: over whose axes the turn may communicate; by default each device is by
+        itself."""
+        mesh = mesh or self.mesh()
+        spec = PartitionSpec(AXES)
+        result = jax.eval_shape(lambda *xs: _alone(turn, mesh)(*xs), *arrays)
+
+        def loop(num_turns: Any, *blocks: Any) -> Any:
+            operands = tuple(block[0] for block in blocks)
+
+            def body(_: Any, carry: Any) -> Any:
+                first, last = carry
+                # What the last turn made goes into this one, so that no turn can be left out or moved.
+                first = _poke(first, last)
+                return first, turn(first, *operands[1:])
+
+            begin = (operands[0], jnp.zeros(result.shape, result.dtype))
+            first, last = lax.fori_loop(0, num_turns, body, begin)
+            return first[None], last[None]
+
+        specs = (PartitionSpec(), *(spec for _ in arrays))
+        program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False))
+        values = [_filled(array, mesh, spec) for array in arrays]
+
+        def run(num_turns: int) -> float:
+            count = jnp.asarray(num_turns, jnp.int32)
+            started = self._now()
+            jax.block_until_ready(program(count, *values))
+            return self._now() - started
+
+        run(1)
+        num_turns = 1
+        while True:
+            (taken,) = of_process_0([run(num_turns)])
+            if taken >= self.enough_seconds or num_turns >= _MOST_TURNS:
+                break
+            grown = math.ceil(num_turns * min(16.0, 1.3 * self.enough_seconds / max(taken, 1e-6)))
+            num_turns = max(num_turns + 1, grown)
+        found = sorted((run(num_turns) - run(0)) / num_turns for _ in range(self.rounds))
+        (seconds,) = of_process_0([max(found[(self.rounds - 1) // 3], 1e-9)])
+        return seconds
+
+    def call_seconds(self) -> float:
+        """Returns what a call of a program that does nothing takes."""
+        mesh, spec = self.mesh(), PartitionSpec(AXES)
+        program = jax.jit(lambda x: x + 1.0)
+        value = _filled(jax.ShapeDtypeStruct((1,), jnp.float32), mesh, spec)
+        jax.block_until_ready(program(value))
+        found = []
+        for _ in range(4 * self.rounds):
+            started = self._now()
+            jax.block_until_ready(program(value))
+            found.append(self._now() - started)
+        (seconds,) = of_process_0([sorted(found)[len(found) // 3]])
+        return seconds
+
+    def _now(self) -> float:
+        if self.clock == "wall":
+            return time.perf_counter()
+        own = sum(device.process_index == jax.process_index() for device in self.devices)
+        return time.process_time() / min(own, num_cores())
+
+
+def num_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _alone(turn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Returns a turn as a function whose result's shape can be asked for outside of a mesh."""
+    specs = PartitionSpec()
+    return jax.shard_map(turn, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+
+
+def _poke(array: Any, last: Any) -> Any:
+    """Returns an `array` whose first element depends on the array `last`, and is what it was."""
+    where = (0,) * array.ndim
+    seen = last[(0,) * last.ndim]
+    zero = jnp.where(jnp.isnan(jnp.asarray(seen, jnp.float32)), 1, 0).astype(array.dtype)
+    return array.at[where].add(zero)
+
+
+def _filled(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Returns an array of which every device has its own part of the shape of `array`, with values that are neither
+    zeros nor denormal: some below one half, or row numbers."""
+    count = mesh.size
+
+    def fill() -> Any:
+        numbers = lax.iota(jnp.int32, math.prod(array.shape))
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            one = (numbers * 40503) % 1021
+        else:
+            one = ((numbers * 40503) % 1021).astype(jnp.float32) / 2048 + 0.001
+        return jnp.broadcast_to(one.astype(array.dtype).reshape(array.shape), (count, *array.shape))
+
+    return jax.jit(fill, out_shardings=NamedSharding(mesh, spec))()

@@ -1,0 +1,64 @@
+"""Measuring a machine: fits by hand, the timer, and every operation in small."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from splitjax.errors import CalibrationError
+from splitjax.machines.calibration import Calibration, OperationKind
+from splitjax.measure.calibrating import calibrate
+from splitjax.measure.calibrating.collectives import _powers, _turns, fit
+from splitjax.measure.calibrating.operations import probes
+from splitjax.measure.calibrating.timing import Timer
+
+
+def test_a_line_is_found_again():
+    link = fit([(sent, 1e-4 + sent / 2e9) for sent in (1e3, 1e5, 1e7)])
+    assert link.latency_seconds == pytest.approx(1e-4) and link.bytes_per_second == pytest.approx(2e9)
+    # A slope that noise made negative is none.
+    assert fit([(1e3, 2e-5), (1e6, 1e-5)]).bytes_per_second == pytest.approx(1e15)
+
+
+def test_groups_are_powers_of_two_that_divide():
+    assert (_powers(1), _powers(2), _powers(6), _powers(8)) == ([], [2], [2, 6], [2, 4, 8])
+
+
+def test_every_kind_of_operation_is_measured():
+    found = list(probes())
+    assert {probe.kind for probe in found} == set(OperationKind)
+    for probe in found:
+        (result,) = jax.tree.leaves(jax.eval_shape(probe.turn, *probe.arrays))
+        assert result.size > 0
+    products = [probe for probe in found if probe.kind is OperationKind.PRODUCT]
+    for probe in products:
+        assert probe.narrow == min(*probe.arrays[0].shape, probe.arrays[1].shape[1])
+
+
+def test_turns_of_all_devices_are_timed():
+    timer = Timer(tuple(jax.devices()), "processor", enough_seconds=2e-3, rounds=3)
+    arrays = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
+    whole, part = (timer.seconds(turn, arrays) for turn in (lambda x, y: x @ y, lambda x, y: x[:16] @ y))
+    assert whole > 3 * part > 0  # sixteen times the work
+    size = len(jax.devices())
+    turn, sent = _turns(size)["all_gather"]
+    message = (jax.ShapeDtypeStruct((size,), jnp.float32),)
+    assert timer.seconds(turn, message, timer.mesh(size)) > 0 and sent(4 * size) == 4 * size * (size - 1)
+
+
+def test_another_clock_is_refused():
+    with pytest.raises(CalibrationError, match="wall or processor"):
+        calibrate("sun")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured(tmp_path):
+    lines: list[str] = []
+    found = calibrate("processor", quick=True, told=lines.append)
+    assert {curve.kind for curve in found.curves} >= {OperationKind.PRODUCT, OperationKind.ELEMENTWISE}
+    assert {each.participants for each in found.collectives} == {2, 4, 8}
+    assert found.num_processes == 1 and found.devices_per_process == len(jax.devices())
+    assert found.seconds(OperationKind.PRODUCT, 1e9, 128) > found.seconds(OperationKind.PRODUCT, 1e6, 128)
+    found.save(tmp_path / "calibration.json")
+    assert Calibration.load(tmp_path / "calibration.json") == found and lines
