@@ -33,7 +33,9 @@ from splitjax.step.positions import ArgumentRoles, make_options, positional
 from splitjax.step.words import step_words
 
 if TYPE_CHECKING:
+    from splitjax.compile.time import On
     from splitjax.cost.memory.lifetimes import ProgramMemory
+    from splitjax.cost.time import StepTime
     from splitjax.report.value import Report
     from splitjax.trace.graph import Graph
     from splitjax.verify import Verification
@@ -184,6 +186,22 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         args = positional(self._recipe.fn, args, kwargs)
         first = 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps
         return program_memory(self._recipe, self._programs.entry(args), first, args)
+
+    @_compat.outside_mesh
+    def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:
+        """How long the step takes for these arguments (arrays or `ShapeDtypeStruct`s), predicted before it is compiled:
+        in all, and by operation and collective, with what of these goes on while the devices compute.
+
+        **Arguments:** `on`: the machine: what `splitjax calibrate` wrote (a `Calibration`, or the path of its file), or
+        a target (`"tpu:v5e:4x4"`), whose published peaks give a lower bound.
+
+        Raises `CalibrationError` and `TargetError` for what is no machine for this mesh, `UnavailableError` where
+        workers run programs of their own (docs/reports.md)."""
+        from splitjax.compile.time import program_time  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        first = 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps
+        return program_time(self._recipe, self._programs.entry(args), first, args, on)
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...

@@ -23,13 +23,23 @@ def program_memory(recipe: Recipe, entry: CompiledEntry, step_number: int, args:
     `ShapeDtypeStruct`s).
 
     Raises `UnavailableError` for a step that runs as several programs, one a worker."""
+    return predict_program_memory(placed_program(recipe, entry, step_number, args, "memory"))
+
+
+def placed_program(
+    recipe: Recipe, entry: CompiledEntry, step_number: int, args: tuple[Any, ...], what: str
+) -> PlacedProgram:
+    """Returns the program of a step with what is decided of its arrays; it is traced, and not compiled.
+
+    **Arguments:** `what`: is to be predicted of it, for errors: `memory` or `time`. The others are those of
+    `program_memory`, as is what it raises."""
     program: Any = entry.program(step_number)
     program = getattr(program, "jitted", program)
     if not hasattr(program, "trace"):
         raise UnavailableError(
-            "the memory of a step whose workers run programs of their own is not predicted",
+            f"the {what} of a step whose workers run programs of their own is not predicted",
             value=type(program).__name__,
-            place=f"{recipe.name}.memory",
+            place=f"{recipe.name}.{what}",
             remedy="ask step.report(...), which compiles it, or predict the step without backprop=",
         )
     jaxpr = program.trace(*entry.operands(args, entry.residuals)).jaxpr
@@ -39,13 +49,11 @@ def program_memory(recipe: Recipe, entry: CompiledEntry, step_number: int, args:
     first = len(inner.invars) - len(leaves)
     results = {target: leaves[source] for source, target in entry.matched.items()}
     mesh = entry.plan.mesh
-    return predict_program_memory(
-        PlacedProgram(
-            jaxpr,
-            [None] * first + leaves,
-            [results.get(number) for number in range(len(inner.outvars))],
-            {target: first + source for source, target in entry.matched.items()} if recipe.donate else {},
-            {axis: mesh.size((axis,)) for axis in mesh.names},
-            platform_of(entry.mesh),
-        )
+    return PlacedProgram(
+        jaxpr,
+        [None] * first + leaves,
+        [results.get(number) for number in range(len(inner.outvars))],
+        {target: first + source for source, target in entry.matched.items()} if recipe.donate else {},
+        {axis: mesh.size((axis,)) for axis in mesh.names},
+        platform_of(entry.mesh),
     )

@@ -52,7 +52,7 @@ def routes(target: Target, sizes: Mapping[str, int], place: str = "--mesh") -> d
     found: dict[str, Route] = {}
     inside: list[tuple[str, int]] = []
     stride = 1
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(list(sizes.items())):
         if size == 1:
             continue
         if stride * size <= target.island_size and target.island_size % (stride * size) == 0:

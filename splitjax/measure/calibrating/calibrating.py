@@ -48,9 +48,9 @@ def calibrate(
             place="calibrate",
             remedy="start them alike",
         )
-    timer = Timer(devices, clock, *((0.002, 3) if quick else ()))
+    timer = Timer(devices, clock, enough_seconds=0.002, rounds=3) if quick else Timer(devices, clock)
     by_kind: dict[tuple[OperationKind, str], list[Point]] = {}
-    for probe in probes(*((1 << 13, 2.0**21) if quick else ())):
+    for probe in probes(most_elements=1 << 13, most_flops=2.0**21) if quick else probes():
         seconds = timer.seconds(probe.turn, probe.arrays)
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")

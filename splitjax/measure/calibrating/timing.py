@@ -25,6 +25,8 @@ from splitjax.sync.link import of_process_0
 Clock = Literal["wall", "processor"]
 AXES = ("apart", "group")
 _MOST_TURNS = 1 << 20
+# Arrays up to the first size are timed again and again; of larger ones so many sets that they have the second in all.
+_WARM_BYTES, _COLD_BYTES, _MOST_SETS = 1 << 18, 24 << 20, 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +63,23 @@ class Timer:
         mesh = mesh or self.mesh()
         spec = PartitionSpec(AXES)
         result = jax.eval_shape(lambda *xs: _alone(turn, mesh)(*xs), *arrays)
+        num_sets = _num_sets((*arrays, result))
 
         def loop(num_turns: Any, *blocks: Any) -> Any:
-            operands = tuple(block[0] for block in blocks)
+            sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
 
             def body(_: Any, carry: Any) -> Any:
-                first, last = carry
                 # What the last turn made goes into this one, so that no turn can be left out or moved.
-                first = _poke(first, last)
-                return first, turn(first, *operands[1:])
+                firsts = [_poke(first, last) for first, last in carry]
+                return [(first, turn(first, *each[1:])) for first, each in zip(firsts, sets, strict=True)]
 
-            begin = (operands[0], jnp.zeros(result.shape, result.dtype))
-            first, last = lax.fori_loop(0, num_turns, body, begin)
-            return first[None], last[None]
+            begin = [(each[0], jnp.zeros(result.shape, result.dtype)) for each in sets]
+            return [last[None] for _, last in lax.fori_loop(0, num_turns, body, begin)]
 
-        specs = (PartitionSpec(), *(spec for _ in arrays))
+        among = PartitionSpec(None, AXES)
+        specs = (PartitionSpec(), *(among for _ in arrays))
         program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False))
-        values = [_filled(array, mesh, spec) for array in arrays]
+        values = [_filled(array, num_sets, mesh, among) for array in arrays]
 
         def run(num_turns: int) -> float:
             count = jnp.asarray(num_turns, jnp.int32)
@@ -93,7 +95,7 @@ class Timer:
                 break
             grown = math.ceil(num_turns * min(16.0, 1.3 * self.enough_seconds / max(taken, 1e-6)))
             num_turns = max(num_turns + 1, grown)
-        found = sorted((run(num_turns) - run(0)) / num_turns for _ in range(self.rounds))
+        found = sorted((run(num_turns) - run(0)) / (num_turns * num_sets) for _ in range(self.rounds))
         (seconds,) = of_process_0([max(found[(self.rounds - 1) // 3], 1e-9)])
         return seconds
 
@@ -101,7 +103,7 @@ class Timer:
         """Returns what a call of a program that does nothing takes."""
         mesh, spec = self.mesh(), PartitionSpec(AXES)
         program = jax.jit(lambda x: x + 1.0)
-        value = _filled(jax.ShapeDtypeStruct((1,), jnp.float32), mesh, spec)
+        value = _filled(jax.ShapeDtypeStruct((1,), jnp.float32), 1, mesh, PartitionSpec(None, *spec))
         jax.block_until_ready(program(value))
         found = []
         for _ in range(4 * self.rounds):
@@ -137,9 +139,18 @@ def _poke(array: Any, last: Any) -> Any:
     return array.at[where].add(zero)
 
 
-def _filled(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Returns an array of which every device has its own part of the shape of `array`, with values that are neither
-    zeros nor denormal: some below one half, or row numbers."""
+def _num_sets(arrays: Sequence[Any]) -> int:
+    """Returns on how many sets of `arrays` turns work one after the other: a step finds large arrays where the rest of
+    it left them, in no cache, and a single set would stay in there. Small ones are read right after they are made."""
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    if size <= _WARM_BYTES:
+        return 1
+    return max(1, min(_MOST_SETS, round(_COLD_BYTES / size)))
+
+
+def _filled(array: Any, num_sets: int, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Returns an array of which every device has its own parts of the shape of `array`, `num_sets` of them, with values
+    that are neither zeros nor denormal: some below one half, or row numbers."""
     count = mesh.size
 
     def fill() -> Any:
@@ -148,6 +159,6 @@ def _filled(array: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
             one = (numbers * 40503) % 1021
         else:
             one = ((numbers * 40503) % 1021).astype(jnp.float32) / 2048 + 0.001
-        return jnp.broadcast_to(one.astype(array.dtype).reshape(array.shape), (count, *array.shape))
+        return jnp.broadcast_to(one.astype(array.dtype).reshape(array.shape), (num_sets, count, *array.shape))
 
     return jax.jit(fill, out_shardings=NamedSharding(mesh, spec))()

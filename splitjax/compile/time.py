@@ -1,0 +1,56 @@
+"""Predicts how long a signature's program takes: on a machine that was measured, or on one that is not here.
+
+An entry and what is known of a machine come in; the program is traced, as for the prediction of its memory, and
+`cost.time` is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from splitjax.compile.entry import CompiledEntry, Recipe
+from splitjax.compile.memory import placed_program
+from splitjax.cost.time import Machine, StepTime, predict_time
+from splitjax.errors import CalibrationError
+from splitjax.machines import Target, parse_target
+from splitjax.machines.calibration import Calibration
+
+# What users give for a machine: a calibration or its file, a target or its text.
+On = Calibration | Target | str | os.PathLike[str]
+
+
+def program_time(recipe: Recipe, entry: CompiledEntry, step_number: int, args: tuple[Any, ...], on: On) -> StepTime:
+    """Predicts the time of the program that runs as step `step_number` (counted from 0).
+
+    **Arguments:** `recipe`: the step. `entry`: the signature of its positional arguments `args` (arrays or
+    `ShapeDtypeStruct`s). `on`: the machine: a calibration or the path of its file, or a target or its text.
+
+    Raises `CalibrationError` for what is no machine, for a file that cannot be read and for a calibration of another
+    number of devices, `TargetError` for a target that does not fit the mesh, `UnavailableError` for a step that runs as
+    several programs, one a worker."""
+    mesh = entry.plan.mesh
+    sizes = {axis: mesh.size((axis,)) for axis in mesh.names}
+    machine = _machine(on, sizes, f"{recipe.name}.time(on=)")
+    placed = placed_program(recipe, entry, step_number, args, "time")
+    if machine.target is not None:
+        placed = dataclasses.replace(placed, platform=machine.target.kind.platform)
+    return predict_time(placed, machine)
+
+
+def _machine(on: On, sizes: dict[str, int], place: str) -> Machine:
+    if isinstance(on, str) and ":" in on:
+        on = parse_target(on, place)
+    if isinstance(on, Target):
+        return Machine.published(on, sizes)
+    if isinstance(on, (str, os.PathLike)):
+        on = Calibration.load(on)
+    if not isinstance(on, Calibration):
+        raise CalibrationError(
+            "a machine is a calibration, its file, or a target",
+            value=on,
+            place=place,
+            remedy='run `splitjax calibrate` and give its file, or a target such as "tpu:v5e:4x4"',
+        )
+    return Machine.measured(on, sizes)

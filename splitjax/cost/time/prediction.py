@@ -1,0 +1,137 @@
+"""Puts a step's time together: what the device computes, what it sends, what of that is hidden, and which parts count.
+
+A program with its layout and a machine come in, a `StepTime` comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from splitjax.cost.memory.lifetimes import PlacedProgram
+from splitjax.cost.time.machine import Machine
+from splitjax.cost.time.schedule import Timed, simulate
+from splitjax.cost.time.work import tasks_of
+from splitjax.display.figures import bytes_text, seconds_text, share_text
+
+_SHOWN = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedPart:
+    """Is one operation or collective of the step.
+
+    **Attributes:** `name`: of the operation. `shape`: of its whole result. `seconds`: of all of its `times` together.
+    `flops`, `num_bytes`: of a device, likewise. `op`, `axes`, `sent_bytes`: of a collective, what it is, the mesh axes
+    that it goes over, and what a device sends; empty and 0 for what is none."""
+
+    name: str
+    shape: tuple[int, ...]
+    seconds: float
+    times: int
+    flops: float
+    num_bytes: float
+    op: str = ""
+    axes: tuple[str, ...] = ()
+    sent_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Holds the predicted seconds of a step.
+
+    **Attributes:**
+
+    - `seconds`: of the whole step.
+    - `computing_seconds`: that its devices compute. `sending_seconds`: that collectives take.
+    - `hidden_seconds`: of these, what goes on while the device computes.
+    - `call_seconds`: what the call takes besides.
+    - `parts`: every operation and collective, the longest first.
+    - `is_lower_bound`: whether nothing was measured of the machine, so that everything is taken to run at the figures
+      that its vendor publishes.
+    """
+
+    seconds: float
+    computing_seconds: float
+    sending_seconds: float
+    hidden_seconds: float
+    call_seconds: float
+    parts: tuple[TimedPart, ...]
+    is_lower_bound: bool
+
+    @property
+    def collectives(self) -> tuple[TimedPart, ...]:
+        """The collectives among the parts, the longest first."""
+        return tuple(part for part in self.parts if part.op)
+
+    def __str__(self) -> str:
+        kind = "at least" if self.is_lower_bound else "about"
+        lines = [
+            f"a step takes {kind} {seconds_text(self.seconds)}: its devices compute for"
+            f" {seconds_text(self.computing_seconds)}, collectives take {seconds_text(self.sending_seconds)}, of which"
+            f" {seconds_text(self.hidden_seconds)} go on while they compute"
+        ]
+        if self.is_lower_bound:
+            lines.append("nothing was measured of this machine: operations are taken to reach its published peaks")
+        for part in self.parts[:_SHOWN]:
+            share = share_text(part.seconds / self.seconds) if self.seconds else "0 %"
+            what = f"{part.name} {list(part.shape)}" + (f" x {part.times}" if part.times > 1 else "")
+            if part.op:
+                what += f" over {', '.join(part.axes)}, {bytes_text(round(part.sent_bytes))} sent"
+            lines.append(f"  {seconds_text(part.seconds):>9}  {share:>7}  {what}")
+        if len(self.parts) > _SHOWN:
+            rest = sum(part.seconds for part in self.parts[_SHOWN:])
+            lines.append(f"  {seconds_text(rest):>9}  {len(self.parts) - _SHOWN} more")
+        return "\n".join(lines)
+
+
+def predict_time(placed: PlacedProgram, machine: Machine) -> StepTime:
+    """Predicts what a step takes.
+
+    **Arguments:** `placed`: its program, with where its arguments live. `machine`: what it runs on, for the mesh that
+    the program is laid out on."""
+    timed, end = simulate(tasks_of(placed), machine)
+    parts = list(_parts(timed, 1))
+    computing = sum(part.seconds for part in parts if not part.op)
+    sending = sum(part.seconds for part in parts if part.op)
+    return StepTime(
+        seconds=end + machine.call_seconds,
+        computing_seconds=computing,
+        sending_seconds=sending,
+        hidden_seconds=max(computing + sending - end, 0.0),
+        call_seconds=machine.call_seconds,
+        parts=_together(parts),
+        is_lower_bound=machine.calibration is None,
+    )
+
+
+def _parts(timed: Sequence[Timed], times: int) -> Iterator[TimedPart]:
+    for each in timed:
+        task = each.task
+        if task.inside:
+            yield from _parts(each.inside, times * task.turns)
+        else:
+            yield TimedPart(
+                task.name, task.shape, times * each.seconds, times, times * task.flops, times * task.num_bytes,
+                task.op, task.axes, times * task.sent_bytes,
+            )  # fmt: skip
+
+
+def _together(parts: Sequence[TimedPart]) -> tuple[TimedPart, ...]:
+    """Adds up parts of one name, shape and kind; the longest first."""
+    found: dict[tuple[object, ...], TimedPart] = {}
+    for part in parts:
+        key = part.name, part.shape, part.op, part.axes
+        known = found.get(key)
+        if known is None:
+            found[key] = part
+            continue
+        found[key] = dataclasses.replace(
+            known,
+            seconds=known.seconds + part.seconds,
+            times=known.times + part.times,
+            flops=known.flops + part.flops,
+            num_bytes=known.num_bytes + part.num_bytes,
+            sent_bytes=known.sent_bytes + part.sent_bytes,
+        )
+    return tuple(sorted(found.values(), key=lambda part: -part.seconds))

@@ -1,0 +1,285 @@
+"""Says what a device does in a step: the kernels that its compiler makes of the program, with kinds and sizes.
+
+A program with its layout comes in (`cost.memory.PlacedProgram`), tasks come out, in the order of the program: what is
+fused with what, what is stored, and which collectives the partitioner adds are those of the memory's prediction
+(`cost.memory.buffers`), so that time and memory are predicted of the same kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from splitjax.cost.memory.buffers import CPU, TPU, Schedule, Step, Storage
+from splitjax.cost.memory.lifetimes import PlacedProgram
+from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
+from splitjax.cost.memory.reading import read
+from splitjax.cost.memory.spreading import nodes_of, spread
+from splitjax.cost.memory.timeline import combine
+from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
+from splitjax.machines.calibration import OperationKind
+
+_COSTLY = frozenset(
+    "exp exp2 log log1p expm1 tanh logistic div pow rsqrt sqrt cbrt sin cos tan erf erf_inv erfc lgamma digamma"
+    " atan2 acos asin atan sinh cosh asinh acosh atanh rem".split()
+)
+_MOVES = frozenset("transpose transpose_operand transpose_result rev".split())
+_RANDOM = frozenset("threefry2x32 random_bits rng_bit_generator".split())
+_SORTS = frozenset("sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp".split())
+_DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}
+_OPS = {
+    "psum": "all_reduce", "psum_invariant": "all_reduce", "psum2": "all_reduce", "pmax": "all_reduce",
+    "pmin": "all_reduce", "all_reduce": "all_reduce", "all_reduces": "all_reduce", "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather", "reduce_scatter": "reduce_scatter", "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all", "move": "all_to_all", "ppermute": "permute", "pgather": "all_gather",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Says how much of a kind an operation is: `size` and `narrow`, as `OperationKind` counts them."""
+
+    kind: OperationKind
+    size: float
+    narrow: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Is something that a device does in a step.
+
+    **Attributes:**
+
+    - `name`: of the operation. `shape`: of its whole result.
+    - `loads`: what it computes; empty for a collective. `repeats`: how often it does that, one after the other (the
+      matrices of a batched product). `flops`, `num_bytes`: of it all, bytes read and written in memory.
+    - `dtype`: of its operands.
+    - `op`: the kind of collective; empty for what is none. `axes`: the mesh axes that it goes over. `sent_bytes`: what
+      the device sends, by the ring formulas.
+    - `reads`, `writes`: numbers of what it waits for and makes.
+    - `inside`: of a loop, what a turn does. `turns`: how many there are.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    loads: tuple[Load, ...] = ()
+    repeats: int = 1
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    dtype: str = "float32"
+    op: str = ""
+    axes: Axes = ()
+    sent_bytes: float = 0.0
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    inside: tuple[Task, ...] = ()
+    turns: int = 1
+
+
+def tasks_of(placed: PlacedProgram) -> tuple[Task, ...]:
+    """Returns what a device does in a step of the program `placed`, in the order of the program."""
+    program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
+    spread(program)
+    compiler = TPU if placed.platform == "tpu" else CPU
+    storage = Storage(program, compiler)
+    schedule = storage.schedule()
+    return _Reader(program, storage.sizes, compiler.combines_bytes).tasks(schedule, program.body)
+
+
+class _Reader:
+    """Makes tasks of schedules. `sizes`: bytes of what is stored. `limit`: up to how many bytes all-reduces are one."""
+
+    def __init__(self, program: Program, sizes: Mapping[int, int], limit: int) -> None:
+        self.program, self.sizes, self.limit = program, sizes, limit
+        self.makers = {value: node for node in nodes_of(program.body) for value in node.outputs if node.name != "carry"}
+        self.regions: dict[int, Sequence[Region]] = {
+            value: node.regions for node in nodes_of(program.body) if node.regions for value in node.outputs
+        }
+
+    def tasks(self, schedule: Schedule, region: Region) -> tuple[Task, ...]:
+        """Returns the tasks of a schedule, which is that of a `region`."""
+        found = [task for step in combine(schedule, self.sizes, self.limit).steps for task in self.of_step(step)]
+        return (*found, *self.costly(region))
+
+    def of_step(self, step: Step) -> Iterator[Task]:
+        node = self.makers.get(step.writes[0]) if step.writes else None
+        reads, writes = tuple(step.reads), tuple(step.writes)
+        if step.name == "all_reduces":  # several that became one
+            sent = sum(self.collective(maker).sent_bytes for each in writes if (maker := self.makers.get(each)))
+            axes = tuple(step.combines[1:])
+            yield Task(step.name, op="all_reduce", axes=axes, sent_bytes=sent, reads=reads, writes=writes)
+        elif step.inside:
+            regions = self.regions.get(step.writes[0], ()) if step.writes else ()
+            branches = [self.tasks(s, r) for s, r in zip(step.inside, regions, strict=False)]
+            # Of branches the longest counts, by what it reads and writes.
+            inside = max(branches, key=lambda tasks: sum(task.num_bytes + task.flops for task in tasks), default=())
+            turns = _num_turns(self.program, regions[0]) if step.name == "scan" and regions else 1
+            yield Task(step.name, reads=reads, writes=writes, inside=inside, turns=turns)
+        elif node is None or node.kind is Kind.FILL:
+            moved = 2.0 * sum(self.sizes.get(value, 0) for value in reads)
+            yield Task(step.name, (), _moved(moved), num_bytes=moved, reads=reads, writes=writes)
+        elif node.kind is Kind.COLLECTIVE:
+            yield dataclasses.replace(self.collective(node), reads=reads, writes=writes)
+        else:
+            yield self.computed(node, step)
+
+    def computed(self, node: Node, step: Step) -> Task:
+        """Returns the task of a kernel that is no collective."""
+        program, out = self.program, node.outputs[0]
+        written = sum(self.sizes.get(value, 0) for value in step.writes)
+        moved = float(written + sum(self.sizes.get(value, 0) for value in step.reads))
+        repeats, flops, loads = 1, 0.0, ()
+        name = node.name
+        if name in ("dot_general", "ragged_dot"):
+            repeats, flops, load = self.product(node)
+            loads = (load,)
+        elif name == "conv_general_dilated":
+            flops, load = self.convolution(node)
+            loads = (load,)
+        elif name.startswith("reduce_window"):
+            loads = (Load(OperationKind.WINDOW, self.elements(out) * _window(node)),)
+        elif name.startswith("select_and_"):
+            loads = (Load(OperationKind.WINDOW_GRADIENT, self.elements(node.inputs[0]) * _window(node)),)
+        elif name.startswith("reduce_") or name in ("argmax", "argmin"):
+            value = node.inputs[0]
+            axes, last = node.params.get("axes", ()), len(program.shapes[value]) - 1
+            kind = OperationKind.ROW_SUM if last in axes else OperationKind.COLUMN_SUM
+            loads = (Load(kind, self.elements(value)),)
+        elif name == "gather":
+            moved = 2.0 * written
+            loads = (Load(OperationKind.GATHER, self.elements(out)),)
+        elif name.startswith("scatter"):
+            moved = 2.0 * sum(program.bytes_of(value) for value in node.inputs[2:3])
+            loads = (Load(OperationKind.SCATTER, self.elements(node.inputs[2])),)
+        elif name in _RANDOM:
+            loads = (Load(OperationKind.RANDOM, self.elements(out)),)
+        elif name in _SORTS:
+            loads = (Load(OperationKind.SORT, self.elements(node.inputs[0])),)
+        elif name in _MOVES:
+            loads = (Load(OperationKind.TRANSPOSE, moved),)
+        elif node.kind is Kind.PART or name in ("dynamic_update_slice", "dynamic_slice"):
+            part = written if node.kind is Kind.PART or name == "dynamic_slice" else program.bytes_of(node.inputs[1])
+            moved = 2.0 * part
+            loads = _moved(moved)
+        else:
+            loads = _moved(moved)
+        dtype = _DTYPES.get(program.itemsizes[(node.inputs or node.outputs)[0]], "float32")
+        return Task(
+            name, program.shapes[out], loads, repeats, flops, moved, dtype, reads=tuple(step.reads),
+            writes=tuple(step.writes),
+        )  # fmt: skip
+
+    def product(self, node: Node) -> tuple[int, float, Load]:
+        """Returns how many matrices a device multiplies, the flops of all of them, and the load of one."""
+        (contracted, _), (batch, _) = (
+            node.params["dimension_numbers"]
+            if "dimension_numbers" in node.params
+            else (node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers)
+        )
+        left, out = self.local(node.inputs[0]), self.local(node.outputs[0])
+        inner = math.prod(left[dim] for dim in contracted)
+        many = math.prod(left[dim] for dim in batch)
+        rows = math.prod(size for dim, size in enumerate(left) if dim not in contracted and dim not in batch)
+        columns = max(math.prod(out) // max(many * rows, 1), 1)
+        one = 2.0 * inner * rows * columns
+        return many, many * one, Load(OperationKind.PRODUCT, one, min(inner, rows, columns))
+
+    def convolution(self, node: Node) -> tuple[float, Load]:
+        numbers = node.params["dimension_numbers"]
+        image, filters, out = self.local(node.inputs[0]), self.local(node.inputs[1]), self.local(node.outputs[0])
+        window = math.prod(filters[dim] for dim in numbers.rhs_spec[2:])
+        made = math.prod(out[dim] for dim in numbers.out_spec[2:])
+        before, after = filters[numbers.rhs_spec[1]], filters[numbers.rhs_spec[0]]
+        flops = 2.0 * math.prod(out) * window * before
+        if window > made:  # the filter's gradient: the other gradient is its window, and the examples are summed
+            narrow = min(image[numbers.lhs_spec[0]], after)
+            return flops, Load(OperationKind.FILTER_GRADIENT, flops, narrow)
+        return flops, Load(OperationKind.CONVOLUTION, flops, min(before, after))
+
+    def collective(self, node: Node) -> Task:
+        program, op = self.program, _OPS.get(node.name, "all_reduce")
+        axes = _axes_of(program, node)
+        count = program.num_parts(axes)
+        held = sum(program.bytes_of(value) for value in node.inputs)
+        sent = {
+            "all_reduce": lambda: all_reduce_bytes(count, held),
+            "all_gather": lambda: all_gather_bytes(count, count * held),
+            "reduce_scatter": lambda: reduce_scatter_bytes(count, held),
+            "all_to_all": lambda: all_to_all_bytes(count, held),
+            "permute": lambda: held,
+        }[op]()
+        return Task(node.name, program.shapes[node.outputs[0]], op=op, axes=axes, sent_bytes=float(sent))
+
+    def costly(self, region: Region) -> Iterator[Task]:
+        """Yields what exponentials and the like of a region take, wherever they are fused."""
+        for node in region.nodes:
+            if node.name in _COSTLY and node.kind is Kind.LOOP:
+                count = self.elements(node.outputs[0])
+                if count > 1:
+                    shape = self.program.shapes[node.outputs[0]]
+                    yield Task(node.name, shape, (Load(OperationKind.COSTLY, count),))
+
+    def local(self, value: int) -> tuple[int, ...]:
+        """Returns the shape of a device's part of a value."""
+        program = self.program
+        return tuple(
+            -(-size // program.num_parts(axes)) if axes else size
+            for size, axes in zip(program.shapes[value], program.splits[value], strict=True)
+        )
+
+    def elements(self, value: int) -> float:
+        return float(math.prod(self.local(value)))
+
+
+def _moved(num_bytes: float) -> tuple[Load, ...]:
+    return (Load(OperationKind.ELEMENTWISE, num_bytes),) if num_bytes else ()
+
+
+def _window(node: Node) -> int:
+    return math.prod(node.params.get("window_dimensions", ()))
+
+
+def _axes_of(program: Program, node: Node) -> Axes:
+    """Returns the mesh axes that a collective goes over: as it says, or those that its operand is split over and its
+    result is not."""
+    if isinstance(node.params, tuple):
+        return node.params
+    if isinstance(node.params, dict):
+        for key in ("axes", "axis_name"):
+            if key in node.params:
+                named = node.params[key]
+                named = named if isinstance(named, (tuple, list)) else (named,)
+                return tuple(axis for axis in named if axis in program.sizes)
+    used = lambda value: [axis for axes in program.splits[value] for axis in axes]
+    before, after = used(node.inputs[0]), used(node.outputs[0])
+    return tuple(axis for axis in before if axis not in after) or tuple(axis for axis in before)
+
+
+def _num_turns(program: Program, region: Region) -> int:
+    """Returns the turns of a scan: the size of what it goes through; 1 where it goes through nothing."""
+    for node in region.nodes:
+        if node.name == "slice_of_scan":
+            return program.shapes[node.inputs[0]][0]
+        if node.name == "fill_of_scan":
+            return program.shapes[node.inputs[1]][0]
+    return 1
+
+
+def walk(tasks: Sequence[Task], turns: int = 1) -> Iterator[tuple[Task, int]]:
+    """Yields every task of `tasks` that is no loop, with how often it runs; `turns`: how often they all do."""
+    for task in tasks:
+        if task.inside:
+            yield from walk(task.inside, turns * task.turns)
+        else:
+            yield task, turns
+
+
+def totals(tasks: Sequence[Task]) -> Mapping[str, Any]:
+    """Returns flops, bytes and sent bytes of all `tasks` together."""
+    found = {"flops": 0.0, "num_bytes": 0.0, "sent_bytes": 0.0}
+    for task, turns in walk(tasks):
+        for name in found:
+            found[name] += turns * getattr(task, name)
+    return found

@@ -1,0 +1,72 @@
+"""What tasks take: by published figures and by measured ones, by hand; and the Oracle's closed forms."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+
+import pytest
+
+from splitjax.cost.time import oracle
+from splitjax.cost.time.machine import Machine
+from splitjax.cost.time.work import Load, Task
+from splitjax.errors import TargetError
+from splitjax.machines import Link, parse_target
+from splitjax.machines.calibration import Calibration, OperationKind
+
+DATA = pathlib.Path(__file__).parents[2] / "codec" / "data"
+
+
+def test_a_published_machine_is_a_roofline():
+    machine = Machine.published(parse_target("gpu:h200:8"), {"data": 8})
+    assert machine.seconds(Task("dot", flops=989.5e12, num_bytes=1, dtype="bfloat16")) == pytest.approx(1)
+    assert machine.seconds(Task("dot", flops=494.7e12, num_bytes=1)) == pytest.approx(1)  # TF32
+    assert machine.seconds(Task("add", flops=1, num_bytes=4.8e12)) == pytest.approx(1)
+    with pytest.raises(TargetError, match="has to be measured"):
+        Machine.published(parse_target("cpu:8"), {"data": 8})
+
+
+def test_rings_and_trees():
+    machine = Machine.published(parse_target("gpu:h200:8"), {"data": 8})
+    large = Task("sum", op="all_reduce", axes=("data",), sent_bytes=450e9)
+    assert machine.seconds(large) == pytest.approx(1 + 14 * 3.4e-6)  # 14 steps of a ring
+    small = Task("sum", op="all_reduce", axes=("data",), sent_bytes=14.0)
+    assert machine.seconds(small) == pytest.approx(6 * 3.4e-6, rel=1e-3)  # three steps up a tree, three down
+    gather = Task("gather", op="all_gather", axes=("data",), sent_bytes=14.0)
+    assert machine.seconds(gather) == pytest.approx(7 * 3.4e-6, rel=1e-3)
+
+
+def test_slow_axes_carry_their_share():
+    machine = Machine.published(parse_target("gpu:h200:2x8"), {"data": 2, "model": 8})
+    both = Task("sum", op="all_gather", axes=("data", "model"), sent_bytes=15e9)
+    # Of fifteen blocks each device sends eight over the network between hosts, and seven within its own.
+    assert machine.seconds(both) == pytest.approx(8e9 / 50e9 + 7e9 / 450e9, rel=1e-2)
+    assert machine.places(both) == {"hosts", "switch"}
+
+
+def test_a_measured_machine_is_asked_by_kind_and_size():
+    calibration = Calibration.load(DATA / "calibration.json")
+    machine = Machine.measured(calibration, {"data": 2})
+    one = Load(OperationKind.PRODUCT, 1e6, 32)
+    seconds = calibration.seconds(OperationKind.PRODUCT, 1e6, 32)
+    assert machine.seconds(Task("dot", loads=(one,), repeats=3)) == pytest.approx(3 * seconds)
+    # A product of few flops over a large matrix waits for memory.
+    moved = calibration.seconds(OperationKind.ELEMENTWISE, 1e9)
+    assert machine.seconds(Task("dot", loads=(one,), num_bytes=1e9)) == pytest.approx(moved) and moved > seconds
+    assert not machine.overlaps and machine.seconds(Task("sum", op="all_reduce", axes=())) == 0
+
+
+def test_which_axes_leave_a_process():
+    calibration = Calibration.load(DATA / "calibration.json")
+    assert calibration.devices_per_process == 2
+    machine = Machine.measured(calibration, {"data": 2, "model": 2})
+    assert machine._crosses("data", calibration) and not machine._crosses("model", calibration)
+
+
+def test_the_oracle_by_hand():
+    link = Link(1e-3, 1e6)
+    assert oracle.data_seconds(8.0, 4, 4e6, link) == pytest.approx(2 + 2 * 3 * (1e-3 + 1.0))
+    assert oracle.filter_seconds(8.0, 4, [4e6, 8e6], link) == pytest.approx(2 + 3 * 3 * (2e-3 + 3.0))
+    both = oracle.data_filter_seconds(8.0, (2, 4), 8e6, [8e6], link)
+    assert both == pytest.approx(1 + 3 * 3 * (1e-3 + 1.0) + 2 * (1e-3 + 1.0))
+    assert oracle.accuracy(0.8, 1.0) == pytest.approx(0.8) and math.isclose(oracle.accuracy(1.2, 1.0), 0.8)

@@ -1,0 +1,74 @@
+"""When a device does what, by hand: seconds by tasks and links that a table says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from splitjax.cost.time.machine import Machine
+from splitjax.cost.time.schedule import simulate
+from splitjax.cost.time.work import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Machine):
+    """A machine that takes as many seconds as a task's bytes say, and whose collectives take the links of its axes."""
+
+    def seconds(self, task):
+        return task.num_bytes
+
+    def places(self, task):
+        return frozenset(task.axes)
+
+
+def computed(name, seconds, reads=(), writes=()):
+    return Task(name, num_bytes=seconds, reads=reads, writes=writes)
+
+
+def sent(name, seconds, axes, reads=(), writes=()):
+    return Task(name, num_bytes=seconds, op="all_reduce", axes=axes, reads=reads, writes=writes)
+
+
+def begins(tasks, overlaps):
+    timed, end = simulate(tasks, Told({}, overlaps=overlaps))
+    return {each.task.name: each.begin for each in timed}, end
+
+
+# The gradient of the last layer is there first, and is summed while the first layer's is computed.
+BACKWARD = (
+    computed("last", 2, (), (1,)),
+    sent("sum of last", 3, ("data",), (1,), (2,)),
+    computed("first", 4, (1,), (3,)),
+    sent("sum of first", 1, ("data",), (3,), (4,)),
+    computed("update", 1, (2, 4), (5,)),
+)
+
+
+def test_one_after_the_other():
+    assert begins(BACKWARD, overlaps=False)[1] == 11
+
+
+def test_sums_go_on_while_the_rest_is_computed():
+    found, end = begins(BACKWARD, overlaps=True)
+    assert found == {"last": 0, "sum of last": 2, "first": 2, "sum of first": 6, "update": 7} and end == 8
+
+
+def test_collectives_share_links_or_do_not():
+    two = (sent("a", 2, ("data",), (), (1,)), sent("b", 2, ("data",), (), (2,)), sent("c", 2, ("model",), (), (3,)))
+    assert begins(two, overlaps=True) == ({"a": 0, "b": 2, "c": 0}, 4)
+
+
+def test_what_is_ready_is_computed_while_a_collective_is_waited_for():
+    tasks = (
+        sent("gather", 5, ("data",), (), (1,)),
+        computed("needs it", 1, (1,), (2,)),
+        computed("needs nothing", 3, (), (3,)),
+    )
+    assert begins(tasks, overlaps=True) == ({"gather": 0, "needs nothing": 0, "needs it": 5}, 6)
+
+
+def test_a_loop_takes_all_of_its_turns():
+    loop = Task("scan", inside=BACKWARD, turns=10, writes=(9,))
+    (timed,), end = simulate((loop,), Told({}, overlaps=True))
+    assert end == timed.seconds == pytest.approx(80)

@@ -1,0 +1,104 @@
+"""What a device does in a step: flops, bytes sent, loops, and the whole prediction of a decorated step."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import splitjax
+from splitjax.compile.memory import placed_program
+from splitjax.cost.time.work import tasks_of, totals, walk
+from splitjax.errors import CalibrationError, TargetError
+from splitjax.machines.calibration import Calibration, OperationKind
+
+DATA = pathlib.Path(__file__).parents[2] / "codec" / "data" / "calibration.json"
+BATCH, WIDTH = 64, 128
+
+
+def step_of(loss, rules, mesh):
+    def step(state, batch):
+        value, grads = splitjax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    return splitjax.parallelize(step, mesh=mesh, rules=rules)
+
+
+def two_layers(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["up"]["kernel"])
+    return jnp.mean((hidden @ params["down"]["kernel"]) ** 2)
+
+
+def scanned(params, batch):
+    def block(x, w):
+        return jnp.tanh(x @ w), None
+
+    return jnp.mean(jax.lax.scan(block, batch["x"], params["blocks"])[0] ** 2)
+
+
+f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+TWO = {"up": {"kernel": f32(WIDTH, WIDTH)}, "down": {"kernel": f32(WIDTH, WIDTH)}}
+EXAMPLES = {"x": f32(BATCH, WIDTH)}
+
+
+def tasks(step, *args):
+    recipe, entry = step._recipe, step._programs.entry(args)
+    return tasks_of(placed_program(recipe, entry, 0, args, "time"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [
+        ("data_parallel", {"data": 8}),
+        ("fsdp", {"data": 8}),
+        ("megatron", {"data": 2, "model": 4}),
+    ],
+)
+def test_flops_and_bytes_are_those_of_the_plan(rules, mesh):
+    step = step_of(two_layers, rules, mesh)
+    plan, found = step.plan(TWO, EXAMPLES), totals(tasks(step, TWO, EXAMPLES))
+    assert found["flops"] == plan.compute.flops > 0
+    planned = sum(collective.bytes for collective in plan.collectives)
+    # The loss of a step is summed too, which plans do not list.
+    assert planned > 0 and found["sent_bytes"] == pytest.approx(planned, abs=64)
+
+
+def test_a_scan_runs_as_often_as_it_has_blocks():
+    step = step_of(scanned, "data_parallel", {"data": 8})
+    found = tasks(step, {"blocks": f32(6, WIDTH, WIDTH)}, EXAMPLES)
+    products = [turns for task, turns in walk(found) if task.name == "dot_general"]
+    assert sum(products) == 3 * 6  # forward, and two backward
+    costly = [(task, turns) for task, turns in walk(found) if any(x.kind is OperationKind.COSTLY for x in task.loads)]
+    assert [turns for task, turns in costly if task.name == "tanh"] == [6]
+    assert costly[0][0].loads[0].size == BATCH // 8 * WIDTH
+
+
+def test_the_time_of_a_step():
+    step = step_of(two_layers, "megatron", {"data": 2, "model": 4})
+    found = step.time(TWO, EXAMPLES, on=DATA)
+    assert found == step.time(TWO, EXAMPLES, on=Calibration.load(DATA)) == step.time(TWO, EXAMPLES, on=str(DATA))
+    assert found.seconds == pytest.approx(found.computing_seconds + found.sending_seconds + found.call_seconds)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(found.seconds - found.call_seconds)
+    assert found.collectives and all(part.axes for part in found.collectives)
+    assert "about" in str(found) and "dot_general" in str(found)
+    more = step.time(TWO, {"x": f32(16 * BATCH, WIDTH)}, on=DATA)
+    assert more.computing_seconds > 4 * found.computing_seconds
+
+
+def test_the_time_on_a_machine_that_is_not_here():
+    step = step_of(two_layers, "data_parallel", {"data": 16})
+    found = step.time(TWO, EXAMPLES, on="tpu:v5e:4x4")
+    assert found.is_lower_bound and found.hidden_seconds >= 0 and "at least" in str(found)
+    assert step.time(TWO, EXAMPLES, on="gpu:h200:2x8").seconds != found.seconds
+
+
+def test_what_is_no_machine_for_the_step():
+    step = step_of(two_layers, "data_parallel", {"data": 8})
+    with pytest.raises(TargetError, match="8 devices and the target 16"):
+        step.time(TWO, EXAMPLES, on="tpu:v5e:4x4")
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        step.time(TWO, EXAMPLES, on="nowhere.json")
+    with pytest.raises(CalibrationError, match="a machine is a calibration"):
+        step.time(TWO, EXAMPLES, on=3)
