@@ -1,6 +1,7 @@
 """Memory before compiling: what `step.memory` predicts of a device, against what XLA's compilers report.
 
     python -m benchmarks planner [--cells NAME ...] [--quick]
+    python -m benchmarks planner --only time [--quick]     the time of steps (`benchmarks.planner.speed`)
 
 Every cell is a model under a layout with a batch, for a target. A third of them, by a hash of their names, is held out:
 constants were fitted to the others, and only those that are held out are quoted. What compilers said is kept in
@@ -137,7 +138,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="*", default=[], help="only these cells; the page is not written")
     parser.add_argument("--quick", action="store_true", help="one small cell, compiled; written where --output says")
     parser.add_argument("--output", type=pathlib.Path, help="folder of the page, instead of benchmarks/results")
+    parser.add_argument("--only", choices=("memory", "time"), default="memory", help="what is predicted")
+    parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
     options = parser.parse_args(argv)
+    if options.only == "time":
+        from benchmarks.planner import speed
+
+        return speed.main(options.quick, options.output, options.calibration)
     virtual_devices()
     import jax
 

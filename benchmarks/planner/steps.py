@@ -53,15 +53,7 @@ def made(cell: Cell) -> tuple[Any, tuple[Any, ...]]:
 
 def own_step(name: str, batch: int) -> tuple[Any, tuple[Any, ...]]:
     """The step of a Transformer of this benchmark, and its arguments as shapes."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-    if name == "llama":
-        model = GatedTransformer(vocab=1024, width=256, num_heads=8, hidden=704, num_layers=3)
-        init_params = lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-        logits_of = lambda params, ids: model.apply({"params": params}, ids)
-    else:
-        config = {"vocab": 1024, "width": 256, "heads": 8, "layers": 6, "length": 64}
-        init_params = functools.partial(scanned_params, **config)
-        logits_of = functools.partial(scanned_logits, heads=config["heads"], keeps=name.removeprefix("scanned"))
+    tx, _, logits_of = _own_model(name)
 
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -72,11 +64,33 @@ def own_step(name: str, batch: int) -> tuple[Any, tuple[Any, ...]]:
         updates, opt = tx.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 
+    return step, (
+        jax.eval_shape(own_init(name), jax.random.key(0)),
+        {"tokens": jax.ShapeDtypeStruct((batch, 65), jnp.int32)},
+    )
+
+
+def own_init(name: str) -> Any:
+    """What makes the state of such a step of a key."""
+    tx, init_params, _ = _own_model(name)
+
     def init(key: Any) -> Any:
         params = init_params(key)
         return {"params": params, "opt": tx.init(params)}
 
-    return step, (jax.eval_shape(init, jax.random.key(0)), {"tokens": jax.ShapeDtypeStruct((batch, 65), jnp.int32)})
+    return init
+
+
+def _own_model(name: str) -> tuple[Any, Any, Any]:
+    """The optimizer, what makes parameters of a key, and logits of them and of ids."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+    if name == "llama":
+        model = GatedTransformer(vocab=1024, width=256, num_heads=8, hidden=704, num_layers=3)
+        init_params = lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        return tx, init_params, lambda params, ids: model.apply({"params": params}, ids)
+    config = {"vocab": 1024, "width": 256, "heads": 8, "layers": 6, "length": 64}
+    logits_of = functools.partial(scanned_logits, heads=config["heads"], keeps=name.removeprefix("scanned"))
+    return tx, functools.partial(scanned_params, **config), logits_of
 
 
 def scanned_params(key: Any, vocab: int, width: int, heads: int, layers: int, length: int) -> Any:

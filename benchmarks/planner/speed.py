@@ -1,0 +1,207 @@
+"""Time before compiling: what `step.time` predicts, against what steps take on this machine.
+
+    python -m benchmarks planner --only time [--quick]
+
+Cells are models x layouts x batches on two devices: two virtual ones in one process, and two processes behind links of
+100 Mb/s, 1 Gb/s and the loopback. The machine is calibrated first, as `splitjax calibrate` does. Beside the model stand
+the closed forms of the ParaDL Oracle, which are given the measured step of one device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._common import table, write_stored
+from benchmarks.planner.speed_cells import FLAGS, LAYOUTS, LINKS, NUM_DEVICES, SpeedCell, every_cell, made, run
+
+GOALS = {"error": 0.05, "rank": 0.95}
+ROUNDS, QUICK_ROUNDS = 30, 4
+QUICK = (SpeedCell("mlp", "megatron", 32), SpeedCell("mlp", "data_parallel", 32))
+
+
+def one_process(cells: Sequence[SpeedCell], rounds: int, calibration: Any) -> list[dict[str, Any]]:
+    """Predicts and runs cells on virtual devices of this process, by processor time."""
+    import jax
+
+    found = []
+    for cell in cells:
+        step, init, batch = made(cell)
+        state = jax.eval_shape(init, jax.random.key(0))
+        predicted = step.time(state, batch, on=calibration)
+        measured = run(cell, rounds, processor=True)
+        found.append({
+            "cell": cell.name, "held_out": cell.is_held_out, "predicted": predicted.seconds,
+            "measured": measured.seconds, "halves": list(measured.halves), "load": measured.others,
+            "sending": predicted.sending_seconds, "oracle": oracle_seconds(cell, step, state, batch, calibration),
+        })  # fmt: skip
+        one = found[-1]
+        print(f"{cell.name:45} {one['predicted'] / one['measured'] - 1:+.1%}", flush=True)
+        jax.clear_caches()
+    return found
+
+
+def oracle_seconds(cell: SpeedCell, step: Any, state: Any, batch: Any, calibration: Any) -> float:
+    """What the Oracle's closed form says of a cell, given what a step of one device takes (predicted from the same
+    calibration: the Oracle itself has no model of it)."""
+    import splitjax
+    from splitjax.cost.time import oracle
+    from splitjax.machines import Link
+
+    alone = splitjax.parallelize(step.__wrapped__, mesh={"data": 1}, rules="data_parallel")
+    whole = alone.time(state, batch, on=calibration)
+    plan, graph = step.plan(state, batch), step.graph(state, batch)
+    fit = next(each for each in calibration.collectives if each.op == "all_reduce")
+    link = Link(fit.link.latency_seconds, fit.link.bytes_per_second)
+    if LAYOUTS[cell.layout][0] == "megatron":
+        sizes = graph.atom_sizes
+        outputs = []
+        for use in graph.uses:
+            count = 4
+            for dim in use.out_dims:
+                for atom in dim:
+                    count *= sizes[atom]
+            outputs.append(float(count))
+        return oracle.filter_seconds(whole.seconds, NUM_DEVICES, outputs, link)
+    weights = sum(leaf.whole_bytes(plan.mesh) for leaf in plan.leaves if leaf.role == "param")
+    return oracle.data_seconds(whole.seconds, NUM_DEVICES, weights, link)
+
+
+def two_processes(where: str, cells: Sequence[SpeedCell], rounds: int, calibration: pathlib.Path) -> dict[str, Any]:
+    """Predicts and runs cells in two processes behind a link, by the wall's clock. Raises `RuntimeError` where this
+    machine cannot have such a link."""
+    from splitjax.errors import LaunchError
+    from splitjax.runtime.launch import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "found.json"
+        each = [[cell.model, cell.layout, cell.batch, where] for cell in cells]
+        settings = {"calibration": str(calibration), "cells": each, "rounds": rounds, "file": str(file)}
+        command = [sys.executable, "-m", "benchmarks.planner.speed_worker", json.dumps(settings)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+        try:
+            ended = launch.start(
+                launch.LaunchConfig(NUM_DEVICES, threads=1, bandwidth=LINKS[where]), command, environment=environment
+            )
+        except LaunchError as error:
+            raise RuntimeError(error.message) from error
+        while (outcome := ended.wait(0.2)) is None:
+            pass
+        if outcome.status:
+            raise RuntimeError(f"the run ended with exit status {outcome.status}")
+        return json.loads(file.read_text())
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The figures that goals are about."""
+    errors = [abs(cell["predicted"] / cell["measured"] - 1) for cell in cells]
+    repeated = [abs(cell["halves"][0] / cell["halves"][1] - 1) for cell in cells]
+    found = {
+        "cells": len(cells), "error": statistics.mean(errors), "worst": max(errors),
+        "repeated": statistics.mean(repeated),
+        "rank": rank_correlation([(cell["predicted"], cell["measured"]) for cell in cells]),
+    }  # fmt: skip
+    oracle = [1 - abs(cell["oracle"] / cell["measured"] - 1) for cell in cells if "oracle" in cell]
+    return {**found, **({"oracle": statistics.mean(oracle)} if oracle else {})}
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's: the correlation of ranks, of what is predicted and what is measured. 1 for fewer than two pairs."""
+    if len(pairs) < 2:
+        return 1.0
+    ranks = [
+        {at: place for place, at in enumerate(sorted(range(len(pairs)), key=lambda i: pairs[i][side]))}
+        for side in (0, 1)
+    ]
+    off = sum((ranks[0][i] - ranks[1][i]) ** 2 for i in range(len(pairs)))
+    return 1 - 6 * off / (len(pairs) * (len(pairs) ** 2 - 1))
+
+
+def lines_of(stored: dict[str, Any]) -> list[str]:
+    """The lines of the page."""
+    lines = [
+        "# Time before compiling", "",
+        "What `step.time` predicts of a step, from a calibration of this machine (`splitjax calibrate`: single"
+        " operations and collectives, no step), against what steps take. One process: two virtual devices, processor"
+        " time over the two cores. Two processes: the wall's clock. A third of the cells, by a hash of their names, is"
+        " held out; nothing is fitted to any cell, but the others were looked at while the model was written.", "",
+        stored["header"], "", *stored["notes"], "",
+    ]  # fmt: skip
+    rows = []
+    for where in dict.fromkeys(cell["cell"].split("/", 3)[3] for cell in stored["cells"]):
+        for kind in ("held out", "looked at"):
+            cells = [
+                cell for cell in stored["cells"]
+                if cell["cell"].split("/", 3)[3] == where and cell["held_out"] == (kind == "held out")
+            ]  # fmt: skip
+            if not cells:
+                continue
+            found = summary(cells)
+            mark = lambda met: "" if met else " (missed)"
+            rows.append([
+                where, kind, str(found["cells"]),
+                f"{found['error']:.1%} of {GOALS['error']:.0%}{mark(found['error'] <= GOALS['error'])}",
+                f"{found['worst']:.1%}",
+                f"{found['rank']:.3f} of {GOALS['rank']}{mark(found['rank'] >= GOALS['rank'])}",
+                f"{found['repeated']:.1%}", f"{found['oracle']:.1%}" if "oracle" in found else "",
+            ])  # fmt: skip
+    lines += table(
+        ["where", "cells", "number", "mean error", "worst", "rank correlation of predicted and measured",
+         "two halves of the rounds apart by", "the Oracle's accuracy"],
+        rows,
+    )  # fmt: skip
+    lines += ["", "Every cell, in ms a step:", ""]
+    lines += table(
+        ["cell", "", "predicted", "measured", "off by", "of it collectives", "load of the machine"],
+        [
+            [
+                cell["cell"], "held out" if cell["held_out"] else "", f"{1e3 * cell['predicted']:.2f}",
+                f"{1e3 * cell['measured']:.2f}", f"{cell['predicted'] / cell['measured'] - 1:+.1%}",
+                f"{1e3 * cell['sending']:.2f}", f"{cell['load']:.1f}",
+            ]
+            for cell in stored["cells"]
+        ],
+    )  # fmt: skip
+    return lines
+
+
+def main(quick: bool, output: pathlib.Path | None, file: pathlib.Path | None = None) -> int:
+    """Measures; returns 1 where a goal is missed by the held-out cells. `file`: a calibration, instead of a new one.
+    `output`: folder of the page; without it a page is written of a whole run only."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} {FLAGS}"
+    from benchmarks.machine import header, this_machine
+    from splitjax.machines.calibration import Calibration
+    from splitjax.measure.calibrating import calibrate
+
+    calibration = Calibration.load(file) if file else calibrate("processor", quick=quick)
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    found = one_process(QUICK if quick else every_cell(), rounds, calibration)
+    notes = [f"Load average of this machine with two cores while cells ran: {_loads(found)}."]
+    with tempfile.TemporaryDirectory() as folder:
+        own = pathlib.Path(folder) / "calibration.json"
+        calibration.save(own)
+        for where in () if quick else LINKS:
+            cells = [cell for cell in every_cell(where) if cell.batch == 32 and cell.model != "vgg16"]
+            try:
+                found += two_processes(where, cells, 8, own)["cells"]
+            except RuntimeError as error:
+                notes.append(f"{where}: {error}")
+    command = "python -m benchmarks planner --only time" + (" --quick" if quick else "")
+    content = {"header": header(this_machine(), command), "notes": notes, "cells": found}
+    if output or not quick:
+        print("wrote", write_stored("planner_time", content, lines_of, output))
+    held_out = [] if quick else [cell for cell in found if cell["held_out"]]
+    figures = summary(held_out) if held_out else {"error": 0.0, "rank": 1.0}
+    return 0 if figures["error"] <= GOALS["error"] and figures["rank"] >= GOALS["rank"] else 1
+
+
+def _loads(cells: Sequence[dict[str, Any]]) -> str:
+    loads = [cell["load"] for cell in cells]
+    return f"{min(loads):.1f} to {max(loads):.1f}"
