@@ -20,12 +20,19 @@ class ShowPlan(ModelCommand):
     svg: pathlib.Path | None = None
     """Draw it to this file too: a bar a layer, for light and dark pages."""
 
+    target: str | None = None
+    """Predict how long a step takes too: on a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, whose
+    published peaks give a lower bound, or by a file that `splitjax calibrate` wrote."""
+
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
         with self.busy("planning"):
             planned = self.planned()
             plan = planned.step.plan(*planned.arguments)
         self.show(console, planned, plan, "plan")
+        if self.target is not None:
+            time = planned.step.time(*planned.arguments, on=self.target)
+            console.print(f"\ntime on {self.target}\n{time}", highlight=False, markup=False)
         write_json(self.json, plan.to_json(), console, "plan")
         if self.svg is not None:
             from splitjax.report.plan_picture import plan_svg

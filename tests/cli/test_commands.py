@@ -145,6 +145,13 @@ def test_doctor_shows_versions_devices_and_cache(run, tmp_path):
     assert out.count("good: ") == 2 and not list(tmp_path.glob(".splitjax*"))
 
 
+def test_plan_for_a_machine_that_is_not_here(run):
+    status, out, _ = run("plan --model mlp --mesh data=4,model=4 --target tpu:v5e:4x4")
+    assert status == 0 and "time on tpu:v5e:4x4" in out and "a step takes at least" in out
+    status, _, err = run("plan --model mlp --mesh data=4,model=4 --target tpu:v9:4x4")
+    assert status == 2 and "no kind of device of this name" in err and "gpu:h200" in err
+
+
 @pytest.mark.slow
 def test_calibrate_writes_what_it_measured(run):
     status, out, _ = run("calibrate --quick --clock processor --json own.json")

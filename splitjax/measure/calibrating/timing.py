@@ -54,16 +54,19 @@ class Timer:
             return Mesh(devices.reshape(group_size, -1).T, AXES)
         return Mesh(devices.reshape(-1, group_size), AXES)
 
-    def seconds(self, turn: Callable[..., Any], arrays: Sequence[Any], mesh: Mesh | None = None) -> float:
+    def seconds(
+        self, turn: Callable[..., Any], arrays: Sequence[Any], mesh: Mesh | None = None, cold: bool = True
+    ) -> float:
         """Returns the seconds of a turn.
 
         **Arguments:** `turn`: takes a device's arrays and returns one array. `arrays`: shapes and dtypes
         (`ShapeDtypeStruct`) of these. `mesh`: over whose axes the turn may communicate; by default each device is by
-        itself."""
+        itself. `cold`: whether large arrays are to come from memory; those of operations that compute long on what
+        they read need not."""
         mesh = mesh or self.mesh()
         spec = PartitionSpec(AXES)
         result = jax.eval_shape(lambda *xs: _alone(turn, mesh)(*xs), *arrays)
-        num_sets = _num_sets((*arrays, result))
+        num_sets = _num_sets((*arrays, result)) if cold else 1
 
         def loop(num_turns: Any, *blocks: Any) -> Any:
             sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]

@@ -1,0 +1,42 @@
+"""The figures of the page on step times, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner.speed import lines_of, rank_correlation, summary
+from benchmarks.planner.speed_cells import LINKS, every_cell, typical
+
+
+def test_ranks():
+    assert rank_correlation([(1, 10), (2, 20), (3, 30)]) == 1
+    assert rank_correlation([(1, 30), (2, 20), (3, 10)]) == -1
+    assert rank_correlation([(1, 10), (2, 30), (3, 20), (4, 40)]) == pytest.approx(0.8)
+
+
+def test_other_work_only_adds():
+    assert typical([5.0, 1.0, 1.1, 9.0, 2.0, 1.2, 7.0]) == 1.2
+
+
+def cell(name, predicted, measured, held_out=True, **more):
+    return {"cell": name, "held_out": held_out, "predicted": predicted, "measured": measured,
+            "halves": [1.0, 1.1], "load": 0.5, "sending": 0.0, **more}  # fmt: skip
+
+
+def test_errors_are_of_what_was_measured():
+    found = summary([cell("a/b/1/x", 0.9, 1.0, oracle=0.8), cell("c/b/1/x", 2.4, 2.0, oracle=2.0)])
+    assert found["error"] == pytest.approx(0.15) and found["worst"] == pytest.approx(0.2)
+    assert found["rank"] == 1 and found["oracle"] == pytest.approx(0.9)
+
+
+def test_only_held_out_cells_are_quoted_apart():
+    cells = [cell("a/b/1/one process", 1.0, 1.0), cell("c/b/1/one process", 3.0, 1.0, held_out=False)]
+    page = "\n".join(lines_of({"header": "", "notes": [], "cells": cells}))
+    assert "| one process | held out | 1 | 0.0% of 5% |" in page
+    assert "| one process | looked at | 1 | 200.0% of 5% (missed) |" in page
+
+
+def test_cells_have_names_of_their_own():
+    cells = [each for where in ("one process", *LINKS) for each in every_cell(where)]
+    assert len({each.name for each in cells}) == len(cells) == 36 * 4
+    assert 0.2 < sum(each.is_held_out for each in cells) / len(cells) < 0.45
