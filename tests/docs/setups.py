@@ -78,6 +78,12 @@ init_fn = lambda key: Layer().init(key, batch["x"])
         3: "from splitjax.primitives.operation import Linearity",
     },
     "sparse": {1: 'train_step = splitjax.parallelize(step_fn, mesh={"data": 8}, rules="data_parallel", sync="auto")'},
+    "time": {
+        0: """
+import shutil, tests
+shutil.copy(pathlib.Path(tests.__path__[0]) / "codec" / "data" / "calibration.json", "calibration.json")
+""",
+    },
 }
 # Blocks that end with one of splitjax's errors, which the page is about.
 RAISES = {("troubleshooting", 0): "DonatedStateError"}

@@ -31,6 +31,7 @@ def test_every_kind_of_operation_is_measured():
     for probe in found:
         (result,) = jax.tree.leaves(jax.eval_shape(probe.turn, *probe.arrays))
         assert result.size > 0
+    assert {probe.kind for probe in probes(most_elements=1 << 14, most_flops=2.0**21)} == set(OperationKind)
     products = [probe for probe in found if probe.kind is OperationKind.PRODUCT]
     for probe in products:
         assert probe.narrow == min(*probe.arrays[0].shape, probe.arrays[1].shape[1])
@@ -56,7 +57,7 @@ def test_another_clock_is_refused():
 def test_a_machine_is_measured(tmp_path):
     lines: list[str] = []
     found = calibrate("processor", quick=True, told=lines.append)
-    assert {curve.kind for curve in found.curves} >= {OperationKind.PRODUCT, OperationKind.ELEMENTWISE}
+    assert {curve.kind for curve in found.curves} == set(OperationKind)  # any step can be predicted
     assert {each.participants for each in found.collectives} == {2, 4, 8}
     assert found.num_processes == 1 and found.devices_per_process == len(jax.devices())
     assert found.seconds(OperationKind.PRODUCT, 1e9, 128) > found.seconds(OperationKind.PRODUCT, 1e6, 128)

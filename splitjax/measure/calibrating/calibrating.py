@@ -52,7 +52,7 @@ def calibrate(
         )
     timer = Timer(devices, clock, enough_seconds=0.002, rounds=3) if quick else Timer(devices, clock)
     by_kind: dict[tuple[OperationKind, str], list[Point]] = {}
-    for probe in probes(most_elements=1 << 13, most_flops=2.0**21) if quick else probes():
+    for probe in probes(most_elements=1 << 14, most_flops=2.0**21) if quick else probes():
         seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _LONG)
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")
