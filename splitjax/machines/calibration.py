@@ -27,6 +27,7 @@ class OperationKind(enum.Enum):
     """Names kinds of operations that differ in what they take for their size, and what their size counts.
 
     - `PRODUCT`, `CONVOLUTION`: flops; `narrow` is the smallest dim of the product, or the fewest channels.
+    - `WEIGHT_GRADIENT`: products over the leading dims of both operands, as the gradients of weights are; likewise.
     - `FILTER_GRADIENT`: of a convolution's filter, flops and channels likewise.
     - `ELEMENTWISE`: bytes read and written by loops over elements that only move and add.
     - `COSTLY`: elements of exponentials, logarithms, divisions, roots and the like, beside what moves them.
@@ -38,6 +39,7 @@ class OperationKind(enum.Enum):
     """
 
     PRODUCT = "product"
+    WEIGHT_GRADIENT = "weight_gradient"
     CONVOLUTION = "convolution"
     FILTER_GRADIENT = "filter_gradient"
     ELEMENTWISE = "elementwise"

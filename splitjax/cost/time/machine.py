@@ -11,7 +11,12 @@ from splitjax.machines.calibration import Calibration, OperationKind
 from splitjax.machines.routes import Route, routes
 from splitjax.machines.targets import Target
 
-_COUNTED_IN_FLOPS = (OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.FILTER_GRADIENT)
+_COUNTED_IN_FLOPS = (
+    OperationKind.PRODUCT,
+    OperationKind.WEIGHT_GRADIENT,
+    OperationKind.CONVOLUTION,
+    OperationKind.FILTER_GRADIENT,
+)
 
 
 @dataclasses.dataclass(frozen=True)

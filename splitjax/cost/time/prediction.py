@@ -75,7 +75,8 @@ class StepTime:
             lines.append("nothing was measured of this machine: operations are taken to reach its published peaks")
         for part in self.parts[:_SHOWN]:
             share = share_text(part.seconds / self.seconds) if self.seconds else "0 %"
-            what = f"{part.name} {list(part.shape)}" + (f" x {part.times}" if part.times > 1 else "")
+            what = part.name + (f" {list(part.shape)}" if part.shape else "")
+            what += f" x {part.times}" if part.times > 1 else ""
             if part.op:
                 what += f" over {', '.join(part.axes)}, {bytes_text(round(part.sent_bytes))} sent"
             lines.append(f"  {seconds_text(part.seconds):>9}  {share:>7}  {what}")

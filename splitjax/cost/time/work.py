@@ -173,18 +173,21 @@ class _Reader:
 
     def product(self, node: Node) -> tuple[int, float, Load]:
         """Returns how many matrices a device multiplies, the flops of all of them, and the load of one."""
-        (contracted, _), (batch, _) = (
-            node.params["dimension_numbers"]
-            if "dimension_numbers" in node.params
-            else (node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers)
-        )
+        numbers = node.params.get("dimension_numbers")
+        if numbers is None:
+            numbers = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        (contracted, over), (batch, _) = numbers
         left, out = self.local(node.inputs[0]), self.local(node.outputs[0])
         inner = math.prod(left[dim] for dim in contracted)
         many = math.prod(left[dim] for dim in batch)
         rows = math.prod(size for dim, size in enumerate(left) if dim not in contracted and dim not in batch)
         columns = max(math.prod(out) // max(many * rows, 1), 1)
         one = 2.0 * inner * rows * columns
-        return many, many * one, Load(OperationKind.PRODUCT, one, min(inner, rows, columns))
+        # Leading dims of both operands are the examples, which the gradient of a weight sums over.
+        summed = list(range(len(contracted)))
+        is_gradient = sorted(contracted) == summed == sorted(over) and len(left) > len(summed)
+        kind = OperationKind.WEIGHT_GRADIENT if is_gradient else OperationKind.PRODUCT
+        return many, many * one, Load(kind, one, min(inner, rows, columns))
 
     def convolution(self, node: Node) -> tuple[float, Load]:
         numbers = node.params["dimension_numbers"]

@@ -37,7 +37,8 @@ def probes(most_elements: int = 1 << 21, most_flops: float = 2.0**31) -> Iterato
     for probe in (*_products(), *_convolutions(), *_elementwise(), *_sums(), *_windows(), *_rows(), *_others()):
         elements = max(_elements(array) for array in probe.arrays)
         counts_flops = probe.kind in (
-            OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.FILTER_GRADIENT
+            OperationKind.PRODUCT, OperationKind.WEIGHT_GRADIENT, OperationKind.CONVOLUTION,
+            OperationKind.FILTER_GRADIENT,
         )  # fmt: skip
         if elements <= most_elements and (not counts_flops or probe.size <= most_flops):
             yield probe
@@ -64,7 +65,10 @@ def _products() -> Iterator[Probe]:
     }
     for narrow, shapes in sizes.items():
         for m, k, n in shapes:
-            yield Probe(OperationKind.PRODUCT, narrow, 2.0 * m * k * n, lambda x, w: x @ w, (_f32(m, k), _f32(k, n)))
+            flops = 2.0 * m * k * n
+            yield Probe(OperationKind.PRODUCT, narrow, flops, lambda x, w: x @ w, (_f32(m, k), _f32(k, n)))
+            # The same operation with the roles that a backward pass gives them: the fewest are summed over.
+            yield Probe(OperationKind.WEIGHT_GRADIENT, narrow, flops, lambda x, ct: x.T @ ct, (_f32(m, k), _f32(m, n)))
 
 
 # XLA's CPU backend computes a filter's gradient at a hundredth of a convolution's rate.
@@ -109,7 +113,8 @@ def _elementwise() -> Iterator[Probe]:
         yield Probe(OperationKind.ELEMENTWISE, 0, 12.0 * count, lambda x, y: 0.5 * x + y, (_f32(count), _f32(count)))
     for count in _LENGTHS[:-1]:
         yield Probe(OperationKind.COSTLY, 0, float(count), lambda x: jnp.exp(-x), (_f32(count),))
-    for rows, columns in ((64, 64), (256, 256), (1024, 512), (2048, 1024)):
+    for rows, columns in ((60, 60), (250, 250), (1000, 500), (2000, 1000)):
+        # No powers of two: rows that far apart share sets of a cache.
         yield Probe(
             OperationKind.TRANSPOSE, 0, 8.0 * rows * columns, lambda x: lax.transpose(x, (1, 0)), (_f32(rows, columns),)
         )

@@ -68,8 +68,9 @@ def test_flops_and_bytes_are_those_of_the_plan(rules, mesh):
 def test_a_scan_runs_as_often_as_it_has_blocks():
     step = step_of(scanned, "data_parallel", {"data": 8})
     found = tasks(step, {"blocks": f32(6, WIDTH, WIDTH)}, EXAMPLES)
-    products = [turns for task, turns in walk(found) if task.name == "dot_general"]
-    assert sum(products) == 3 * 6  # forward, and two backward
+    products = [(task.loads[0].kind, turns) for task, turns in walk(found) if task.name == "dot_general"]
+    assert sum(turns for _, turns in products) == 3 * 6  # forward, and two backward
+    assert [turns for kind, turns in products if kind is OperationKind.WEIGHT_GRADIENT] == [6]
     costly = [(task, turns) for task, turns in walk(found) if any(x.kind is OperationKind.COSTLY for x in task.loads)]
     assert [turns for task, turns in costly if task.name == "tanh"] == [6]
     assert costly[0][0].loads[0].size == BATCH // 8 * WIDTH
