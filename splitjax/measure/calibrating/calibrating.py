@@ -17,7 +17,14 @@ from splitjax.measure.calibrating.operations import probes
 from splitjax.measure.calibrating.timing import Clock, Timer
 
 _PACKAGES = ("jax", "jaxlib")
-_LONG = (OperationKind.CONVOLUTION, OperationKind.FILTER_GRADIENT, OperationKind.SORT, OperationKind.RANDOM)
+# What computes long on what it reads, and what is transposed, which was made right before, need not come from memory.
+_WARM = (
+    OperationKind.CONVOLUTION,
+    OperationKind.FILTER_GRADIENT,
+    OperationKind.SORT,
+    OperationKind.RANDOM,
+    OperationKind.TRANSPOSE,
+)
 
 
 def calibrate(
@@ -53,7 +60,7 @@ def calibrate(
     timer = Timer(devices, clock, enough_seconds=0.002, rounds=3) if quick else Timer(devices, clock)
     by_kind: dict[tuple[OperationKind, str], list[Point]] = {}
     for probe in probes(most_elements=1 << 14, most_flops=2.0**21) if quick else probes():
-        seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _LONG)
+        seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _WARM)
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")
     curves = tuple(
