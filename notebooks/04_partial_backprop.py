@@ -19,7 +19,8 @@
 # (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)). That saves time, bytes and memory, and it
 # changes the numbers. The fair rival costs as much: full backpropagation with a smaller batch. This notebook shows what
 # each worker saves, trains both ways on digits, and asks `step.advise`.
-# [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) says the rest.
+# [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) says the rest. It takes up to two minutes on two
+# cores.
 
 # %%
 import jax

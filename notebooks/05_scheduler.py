@@ -18,7 +18,8 @@
 # With structured partial backpropagation the workers of a job compute for different times, so devices have holes;
 # JigSaw (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)) fills them with other jobs' tasks. This
 # notebook measures a step as a job, shows the holes and what fills them, compares policies on a generated trace, and
-# says what the gain is worth. [docs/scheduler.md](../docs/scheduler.md) has the rest.
+# says what the gain is worth. [docs/scheduler.md](../docs/scheduler.md) has the rest. It takes up to two minutes on two
+# cores.
 
 # %%
 # %matplotlib inline
