@@ -4,7 +4,7 @@
 
 Cells are models x layouts x batches on two devices: two virtual ones in one process, and two processes behind links of
 100 Mb/s, 1 Gb/s and the loopback. The machine is calibrated first, as `splitjax calibrate` does. Beside the model stand
-the closed forms of the ParaDL Oracle, which are given the measured step of one device.
+the closed forms of the ParaDL Oracle, which are given the step of one device as predicted from the same calibration.
 """
 
 from __future__ import annotations
