@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from splitjax._plan_parts import Collective, LeafPlan, PlanParts, Spec, spec_axes
+from splitjax._plan_parts import Collective, LeafPlan, Memory, PlanParts, Spec, spec_axes
 from splitjax._plan_purpose import Purpose
 from splitjax.codec import Called, Codec, Form, Wording, fields_of, similar
 from splitjax.errors import MeshError, PlanError
@@ -77,6 +77,14 @@ def _read_purpose(codec: Codec[Any], values: Any, place: str) -> Purpose:
     return purpose
 
 
+def _write_memory(memory: Memory) -> dict[str, Any]:
+    fields = fields_of(memory)
+    simulated = {name: fields.pop(name) for name in ("bound_bytes", "at_peak")}
+    return fields if memory.bound_bytes is None else {**fields, **simulated}
+
+
+# Without a bound it is written as it was before there were bounds.
+MEMORY_FORM: Form[Memory] = Form(_write_memory)
 # The sentence `why` is written for who reads the text; what counts on the way in is the purpose. A collective of
 # which only the sentence is known is written as it was read.
 COLLECTIVE_FORM: Form[Collective] = Form(_write_collective, _read_collective)
@@ -94,7 +102,7 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
             remake="make the plan anew with this version of splitjax: `step.plan(...).save(path)`",
         ),
         format=FORMAT,
-        forms={MeshShape: MESH_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
+        forms={MeshShape: MESH_FORM, Memory: MEMORY_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
         entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries", "warnings"),
         unless_empty=("boundaries", "compute", "warnings"),
         finite=True,

@@ -122,12 +122,45 @@ class LayerPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """Describes an array that a device stores at the moment when it stores most.
+
+    - `shape`: of the whole array, or of a device's part where the step itself computes with parts. `num_bytes`: what a
+      device stores of it.
+    - `made_by`: the name of the operation that made it. `layer`: the layer that it belongs to; empty where it belongs
+      to none.
+    """
+
+    shape: tuple[Count, ...]
+    num_bytes: Count
+    made_by: str
+    layer: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
-    """Holds predicted bytes per device: of the states, of activations, and the most at any moment of the step."""
+    """Holds predicted bytes per device.
+
+    - `state_bytes`: of the states (parameters, optimizer state, statistics), exactly.
+    - `activation_bytes`: of what lives only during the step, such as activations and gradients: what is stored beside
+      the arguments at the peak.
+    - `peak_bytes`: the most that is expected to be stored at any moment of the step, arguments among it.
+    - `bound_bytes`: what the peak is not expected to go beyond. None where the step was not simulated, but arrays were
+      added up as if all of them lived at the same time: a plan of an older version, a layout that is only predicted,
+      a step whose workers run programs of their own.
+    - `at_peak`: the largest arrays beside the arguments that are stored at the peak, the largest first.
+    """
 
     state_bytes: Count
     activation_bytes: Count
     peak_bytes: Count
+    bound_bytes: Count | None = None
+    at_peak: tuple[StoredArray, ...] = ()
+
+    @property
+    def argument_bytes(self) -> int | None:
+        """The bytes of the step's arguments (states, batch and others); None where the step was not simulated."""
+        return None if self.bound_bytes is None else self.peak_bytes - self.activation_bytes
 
 
 @dataclasses.dataclass(frozen=True)

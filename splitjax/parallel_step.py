@@ -179,13 +179,11 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     def memory(self, *args: Any, **kwargs: Any) -> ProgramMemory:
         """What the step needs of a device's memory for these arguments (arrays or `ShapeDtypeStruct`s), predicted by
         how long its arrays live: an estimate, an upper bound, and the largest arrays at the peak. The step is traced,
-        not compiled; `plan(...).memory` is the quicker sum. Of a step with partial backpropagation what runs first
+        not compiled; `plan(...).memory` has the same figures. Of a step with partial backpropagation what runs first
         after the warm-up. Raises `UnavailableError` where workers run programs of their own (docs/reports.md)."""
         from splitjax.compile.memory import program_memory  # it is loaded when it is first used
 
-        args = positional(self._recipe.fn, args, kwargs)
-        first = 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps
-        return program_memory(self._recipe, self._programs.entry(args), first, args)
+        return program_memory(self._recipe, self._programs.entry(positional(self._recipe.fn, args, kwargs)))
 
     @_compat.outside_mesh
     def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:
@@ -200,8 +198,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         from splitjax.compile.time import program_time  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
-        first = 0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps
-        return program_time(self._recipe, self._programs.entry(args), first, args, on)
+        return program_time(self._recipe, self._programs.entry(args), on)
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -36,6 +36,7 @@ from splitjax._plan_parts import (
     SegmentPlan,
     Spec,
     SpecEntry,
+    StoredArray,
     SyncPlan,
     spec_axes,
     spec_text,
@@ -53,6 +54,7 @@ __all__ = [
     "ROW_EXCHANGE",
     "BoundaryPlan",
     "Collective",
+    "ComingMemory",
     "Compute",
     "Constraint",
     "LayerPlan",
@@ -68,12 +70,15 @@ __all__ = [
     "SegmentPlan",
     "Spec",
     "SpecEntry",
+    "StoredArray",
     "SyncPlan",
     "beside",
     "first_mismatch",
     "spec_axes",
     "spec_text",
 ]
+
+T = TypeVar("T")
 
 
 class LeafLike(Protocol):
@@ -101,6 +106,48 @@ class LeafLike(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class ComingMemory:
+    """Stands in a step's plan for its memory, which is predicted when it is first read. `predict`: predicts it.
+    `summed`: what a quick sum says of it."""
+
+    predict: Callable[[], Memory]
+    summed: Memory
+
+    def __call__(self) -> Memory:
+        """Returns the memory."""
+        return self.predict()
+
+
+class _WhenRead:
+    """A field of a dataclass that may be given a function in place of its value: it is called when the field is first
+    read, and the field has what it returned from then on. A field's default may be such a descriptor
+    (docs.python.org/3/library/dataclasses.html#descriptor-typed-fields)."""
+
+    def __init__(self, default: Any) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self._default
+        value = instance.__dict__[self._name]
+        if callable(value):
+            value = instance.__dict__[self._name] = value()
+        return value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
+def _when_read(default: T) -> T:
+    """Returns a `_WhenRead` with this `default`, which type checkers take for a value."""
+    descriptor: Any = _WhenRead(default)
+    return descriptor
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Holds every decision about a step's layout. Print it, show it in a notebook, keep it with `save`, pin it with
     `parallelize(plan=...)`.
@@ -113,7 +160,8 @@ class Plan:
     - `leaves`: every array of the step's arguments. `layers`: in program order.
     - `constraints`: the shardings that lowering pins inside the step.
     - `gathered`: unknown operations that run replicated, as `"primitive at file:line"`.
-    - `memory`, `collectives`: what is predicted. `notes`: what to know besides.
+    - `memory`, `collectives`: what is predicted. `notes`: what to know besides. The memory of a step's plan is
+      predicted when it is first looked at, as the text, the JSON and a comparison of the plan do.
     - `group_comm`: how examples cross into split layers: `"gather"`, `"turns"` or `"modulo"`.
     - `syncs`: tables with row lookups, where another synchronisation than the dense one was asked for.
     - `partial`: partial backpropagation, where it was asked for.
@@ -129,7 +177,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     constraints: tuple[Constraint, ...] = ()
     gathered: tuple[str, ...] = ()
-    memory: Memory = Memory(0, 0, 0)
+    memory: Memory = _when_read(Memory(0, 0, 0))
     collectives: tuple[Collective, ...] = ()
     notes: tuple[str, ...] = ()
     group_comm: Annotated[str, OneOf(("gather", "turns", "modulo"))] = "gather"
@@ -142,6 +190,16 @@ class Plan:
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
         return {leaf.path: leaf for leaf in self.leaves}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process cannot predict anything.
+        return {**self.__dict__, "memory": self.memory}
+
+    def with_summed_memory(self) -> Plan:
+        """Returns the plan with the quick sum of its memory where that was not read yet, and itself otherwise. What
+        lifetimes say follows from the step, and takes as long as tracing it: comparisons of many plans leave it out."""
+        coming = self.__dict__["memory"]
+        return dataclasses.replace(self, memory=coming.summed) if isinstance(coming, ComingMemory) else self
 
     def leaf(self, path: str) -> LeafPlan:
         """Returns the planned leaf at a `path` such as `params/Dense_0/kernel`. Raises `PlanError` for a path that

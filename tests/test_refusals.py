@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 ENDS_A_COMMAND = "the command ends with the error as its text"
 STRANGERS_CODE = "the user's step is traced at other sizes, and anything in it may refuse"
+SHOWN = "the plan of a step is shown, also where the step refuses to be traced as it would run"
 THROUGH_JAX = "what raises it runs inside of a trace of JAX, which hands no values back"
 STORAGE = "storage and other processes fail while a run goes on, at any depth"
 OLD_FILE = "the file is left aside, whatever is wrong with it"
@@ -22,6 +23,7 @@ OLD_FILE = "the file is left aside, whatever is wrong with it"
 # Where one of the package's own errors is caught and not raised again: how often, and why.
 CAUGHT = {
     "cli/__init__.py: main": (1, ENDS_A_COMMAND),
+    "compile/memory.py: plan_memory": (1, SHOWN),
     "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
     "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),
     "runtime/checkpoint/carrying.py: put_together": (1, OLD_FILE),

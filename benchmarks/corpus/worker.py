@@ -202,12 +202,14 @@ def _planned(cell: Cell, made: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     from benchmarks.corpus.steps import decided, parallel
 
     steps = {"first": parallel(cell, made)}
-    plan = steps["first"].plan(*made.arguments)
+    # What lifetimes say of the memory takes seconds for each of thousands of cells.
+    plan = steps["first"].plan(*made.arguments).with_summed_memory()
     then = decided(cell, made, plan)
     if then is not None:
         steps["then"] = then
     written = {
-        name: (plan if name == "first" else step.plan(*made.arguments)).to_json() for name, step in steps.items()
+        name: (plan if name == "first" else step.plan(*made.arguments).with_summed_memory()).to_json()
+        for name, step in steps.items()
     }
     effect = takes_effect(cell, json.loads(written["first"]))
     return {"takes_effect": effect, "plans": {name: canonical_plan(text) for name, text in written.items()}}, steps

@@ -7,21 +7,23 @@ the order in which they run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from splitjax.compile.entry import CompiledEntry, Recipe
+from splitjax.compile.memory import plan_memory
 from splitjax.compile.programs import Programs
 from splitjax.lower.partial.depth_schedule import scheduled_programs
 from splitjax.lower.partial.lowered import Lowered
 from splitjax.lower.strategies import CHOOSER, StepWays
 from splitjax.mesh import inside_mesh, platform_of
-from splitjax.plan import LeafPlan
+from splitjax.plan import ComingMemory, LeafPlan, Memory
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.fused import fused_products
-from splitjax.planning.passes import draft_step, with_tables
+from splitjax.planning.passes import completed, draft_step, with_tables
 from splitjax.planning.predict import predict
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
@@ -46,16 +48,22 @@ def begin(
     **Arguments:** `recipe`, `mesh`, `traced`: as for `build_entry`. `layouts`: by path, the layout of the training step
     that an evaluation follows; None for a training step."""
     request = plan_request(recipe, platform_of(mesh), layouts)
-    draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
+    simulator = functools.partial(_simulated, recipe, mesh)
+    draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     if not traced.is_settled:
         specs = [leaf.spec for leaf in draft.layout.leaves]
         traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
-        draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER)
+        draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     products, fused = fused_products(draft)
     if products:
-        draft = draft_step(with_dealt(traced, products), inside_mesh(mesh), request, CHOOSER)
+        draft = draft_step(with_dealt(traced, products), inside_mesh(mesh), request, CHOOSER, simulator)
     notes = [*fused] if inside_mesh(mesh) is mesh else [*fused, *_about_types(mesh, traced)]
     return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
+
+
+def _simulated(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> Memory:
+    """Returns what a step takes whose layout and crossing are decided in `draft`. The step is traced for it."""
+    return compile_draft(recipe, mesh, completed(draft)).plan.memory
 
 
 def _about_types(mesh: Mesh | AbstractMesh, traced: Traced) -> list[str]:
@@ -96,7 +104,8 @@ def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> Co
     """Builds the entry of a `draft` that went through all passes. `recipe`, `mesh`: as for `build_entry`."""
     assert draft.sites is not None, "a draft went through all passes before it is compiled"
     assert isinstance(draft.ways, StepWays), "its boundaries run as lowering chose"
-    plan, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
+    predicted, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
+    plan = dataclasses.replace(predicted, memory=ComingMemory(lambda: plan_memory(recipe, entry), predicted.memory))
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
     lowered = Lowered(StepLayout(MeshContext(draft.mesh), draft.sites), traced.jaxpr, traced.matched, tables)
@@ -115,9 +124,10 @@ def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> Co
         jitted = programs.whole(functools.partial(lowered.run, ways.full))
     else:
         jitted = scheduled_programs(ways.partial, lowered, programs)
-    return CompiledEntry(
+    entry = CompiledEntry(
         traced,
         plan,
+        predicted.memory,
         jitted,
         mesh,
         sparse=tables,
@@ -126,3 +136,4 @@ def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> Co
         residual_shardings=residual_shardings,
         partial=draft.partial,
     )
+    return entry

@@ -21,7 +21,7 @@ from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import Plan
+from splitjax.plan import Memory, Plan
 from splitjax.planning.partial_step import PartialStep
 from splitjax.planning.sites.layout import named_sharding
 from splitjax.planning.tables.sparse_step import SparseStep
@@ -112,7 +112,7 @@ class CompiledEntry:
     **Attributes:**
 
     - `traced`: the call that it was built for, traced. `mesh`: the user's, on which arrays come and go.
-    - `plan`: the plan of the step.
+    - `plan`: the plan of the step. `summed`: its memory as a quick sum of all arrays, which knows no lifetimes.
     - `jitted`: the program, which takes the step's positional arguments; with partial backpropagation, the programs by
       number of the step.
     - `sparse`: the tables that are synchronised by rows; then programs return the step's result and what was observed.
@@ -125,6 +125,7 @@ class CompiledEntry:
 
     traced: Traced
     plan: Plan
+    summed: Memory
     jitted: StepProgram | ScheduledPrograms
     mesh: Mesh | AbstractMesh
     sparse: SparseStep | None = None
@@ -225,7 +226,9 @@ class CompiledEntry:
         differs."""
         dynamic = [arg for number, arg in enumerate(args) if number not in recipe.options.static_argnums]
         values = host_digests(jax.tree.leaves(dynamic), [leaf.path for leaf in self.plan.leaves])
-        return agree(recipe.name, self.plan, program_text(self.jaxpr), values)
+        # What lifetimes say of the memory follows from the rest, and takes its time.
+        plan = dataclasses.replace(self.plan, memory=self.summed)
+        return agree(recipe.name, plan, program_text(self.jaxpr), values)
 
     def across_processes(self, recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the positional arguments `args` of the step that `recipe` describes as global arrays."""

@@ -21,11 +21,11 @@ from splitjax.machines.calibration import Calibration
 On = Calibration | Target | str | os.PathLike[str]
 
 
-def program_time(recipe: Recipe, entry: CompiledEntry, step_number: int, args: tuple[Any, ...], on: On) -> StepTime:
-    """Predicts the time of the program that runs as step `step_number` (counted from 0).
+def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
+    """Predicts the time of the program that runs once the warm-up of partial backpropagation is over, or at once where
+    there is none.
 
-    **Arguments:** `recipe`: the step. `entry`: the signature of its positional arguments `args` (arrays or
-    `ShapeDtypeStruct`s). `on`: the machine: a calibration or the path of its file, or a target or its text.
+    **Arguments:** `recipe`: the step. `entry`: a signature of it. `on`: the machine: a calibration or the path of its file, or a target or its text.
 
     Raises `CalibrationError` for what is no machine, for a file that cannot be read and for a calibration of another
     number of devices, `TargetError` for a target that does not fit the mesh, `UnavailableError` for a step that runs as
@@ -33,7 +33,7 @@ def program_time(recipe: Recipe, entry: CompiledEntry, step_number: int, args: t
     mesh = entry.plan.mesh
     sizes = {axis: mesh.size((axis,)) for axis in mesh.names}
     machine = _machine(on, sizes, f"{recipe.name}.time(on=)")
-    placed = placed_program(recipe, entry, step_number, args, "time")
+    placed = placed_program(recipe, entry, "time")
     if machine.target is not None:
         placed = dataclasses.replace(placed, platform=machine.target.kind.platform)
     return predict_time(placed, machine)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.cost.flow import WeightFlow
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import Constraint, LeafPlan, Plan, SyncPlan
+from splitjax.plan import Constraint, LeafPlan, Memory, Plan, SyncPlan
 from splitjax.planning.observing import TableDecision
 from splitjax.planning.partial_step import PartialStep
 from splitjax.planning.sites.layout import SiteLayout
@@ -87,7 +87,8 @@ class Draft:
     - `traced`: the step. `mesh`: its mesh, with devices or abstract: planning looks at axes and sizes alone.
     - `request`: what is asked for. `chooser`: chooses how its gradient boundaries run.
     - `shape`: the shape of the mesh, with the roles that were said of its axes, by the user or by a pinned plan.
-    - `known`: what is known of its tables.
+    - `simulator`: predicts the memory of the step under a draft by the lifetimes of its arrays, which takes as long as
+      tracing it; None where a sum has to do. `known`: what is known of its tables.
     - `layout`: where every leaf lives. `notes`: what to know besides.
     - `constraints`: the shardings that lowering pins inside the step. `gathered`: unknown operations that run
       replicated. `sites`: what these and the layout mean for each operation; None before that is derived.
@@ -105,6 +106,7 @@ class Draft:
     request: PlanRequest
     chooser: WayChooser
     shape: MeshShape
+    simulator: Callable[[Draft], Memory] | None = None
     known: KnownTables = dataclasses.field(default_factory=KnownTables)
     layout: Assignment = _NOTHING
     notes: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from splitjax.cost.flow import linked
 from splitjax.errors import BatchError, PlanError, Refusal
+from splitjax.plan import Memory
 from splitjax.planning.draft import Draft
 from splitjax.planning.predict import memory_of
 from splitjax.planning.ways import Ways
@@ -31,7 +32,7 @@ def cross(draft: Draft) -> Draft:
     pinned = draft.request.pinned
     requested = draft.request.group_comm if pinned is None else pinned.group_comm
     return choose(
-        requested, draft, lambda kind: draft.chooser.in_turns(kind, draft.decided_step, draft.traced.jaxpr), _peak_bytes
+        requested, draft, lambda kind: draft.chooser.in_turns(kind, draft.decided_step, draft.traced.jaxpr), memory_of
     )
 
 
@@ -39,7 +40,7 @@ def choose(
     requested: str,
     draft: Draft,
     in_turns: Callable[[str], Ways | Refusal],
-    peak_bytes: Callable[[Draft], int],
+    summed: Callable[[Draft], Memory],
 ) -> Draft:
     """Decides the group communication of a step. Returns its draft with it, and with the boundaries that are prepared
     to run in turns.
@@ -50,7 +51,8 @@ def choose(
     - `draft`: the step, with `gather`.
     - `in_turns`: prepares, for a kind, the gradient boundaries in which examples cross; returns a refusal where a
       boundary cannot run in turns.
-    - `peak_bytes`: predicts the peak of a device's memory under a draft.
+    - `summed`: adds up a device's memory under a draft, in milliseconds. Where turns are worth it by the sum, the
+      draft's simulator has to confirm it, which takes as long as tracing the step twice.
 
     Raises `PlanError` for `turns` or `modulo` where the step refuses them, `BatchError` where the batch does not divide
     into turns."""
@@ -70,12 +72,13 @@ def choose(
         return draft.noting(note) if asked and draft.shape.num_devices > 1 else draft
     kind = requested if asked else "modulo"
     candidate = dataclasses.replace(draft, group_comm=kind)
-    if not asked and peak_bytes(candidate) > (1 - WORTHWHILE) * peak_bytes(draft):
+    if not asked and not lower_enough(summed(draft), summed(candidate)):
         return draft
     ways = in_turns(kind)
+    if not isinstance(ways, Refusal) and ways:
+        candidate = dataclasses.replace(candidate, in_turns=ways)
+        return candidate if asked or is_confirmed(draft, candidate) else draft
     if not isinstance(ways, Refusal):
-        if ways:
-            return dataclasses.replace(candidate, in_turns=ways)
         ways = Refusal("no examples cross inside a gradient boundary")
     reason = ways.message
     if asked and ways.kind is BatchError:
@@ -90,13 +93,24 @@ def choose(
     return draft.noting(f"group communication: gather, not modulo: {reason}")
 
 
+def lower_enough(gather: Memory, turns: Memory) -> bool:
+    """Returns whether the peak with turns is lower than that with gathered examples by as much as makes turns
+    worthwhile. `gather`, `turns`: the memory with each."""
+    return turns.peak_bytes <= (1 - WORTHWHILE) * gather.peak_bytes
+
+
+def is_confirmed(gather: Draft, turns: Draft) -> bool:
+    """Returns whether lifetimes confirm that turns are worthwhile, as the quick sum says; where one of the two drafts
+    cannot be simulated, the sum stands. `gather`, `turns`: the drafts."""
+    simulate = gather.simulator
+    if simulate is None:
+        return True
+    before, after = simulate(gather), simulate(turns)
+    return before.bound_bytes is None or after.bound_bytes is None or lower_enough(before, after)
+
+
 def crosses(draft: Draft) -> bool:
     """Returns whether under the layout of `draft` examples cross from replicated layers, whose batch is split over all
     axes, into split layers."""
     chain = draft.flows
     return any(flow.crossing and not flow.at_hand and linked(flow.producer, flow.axes, chain) is None for flow in chain)
-
-
-def _peak_bytes(draft: Draft) -> int:
-    """Returns the predicted peak of a device's memory, in bytes."""
-    return memory_of(draft).peak_bytes

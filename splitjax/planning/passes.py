@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from jax.sharding import AbstractMesh, Mesh
 
+from splitjax.plan import Memory
 from splitjax.planning.boundaries import choose_boundaries, differentiate
 from splitjax.planning.constraining import constrain
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
@@ -40,14 +41,26 @@ TABLES: tuple[Pass, ...] = (
 )
 
 
-def draft_step(traced: Traced, mesh: Mesh | AbstractMesh, request: PlanRequest, chooser: WayChooser) -> Draft:
+def draft_step(
+    traced: Traced,
+    mesh: Mesh | AbstractMesh,
+    request: PlanRequest,
+    chooser: WayChooser,
+    simulator: Callable[[Draft], Memory] | None = None,
+) -> Draft:
     """Decides everything about a step but how its tables are synchronised and its boundaries run.
 
     **Arguments:** `traced`: the call, traced. `mesh`: its mesh, with devices or abstract. `request`: what is asked for.
-    `chooser`: chooses how gradient boundaries run, such as `lower.strategies.CHOOSER`.
+    `chooser`: chooses how gradient boundaries run, such as `lower.strategies.CHOOSER`. `simulator`: as in `Draft`; it
+    is given drafts whose layout and crossing are decided.
 
     Raises what the passes raise: typed errors that name value, place and remedy."""
-    return _through(LAYOUT, Draft.of(traced, mesh, request, chooser))
+    return _through(LAYOUT, dataclasses.replace(Draft.of(traced, mesh, request, chooser), simulator=simulator))
+
+
+def completed(draft: Draft) -> Draft:
+    """Decides about a `draft` whose crossing is decided what is left, with nothing known of its tables."""
+    return with_tables(_through(LAYOUT[LAYOUT.index(cross) + 1 :], draft), KnownTables())
 
 
 def with_tables(draft: Draft, known: KnownTables) -> Draft:

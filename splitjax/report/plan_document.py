@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Section, Table
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import LeafPlan, Plan
-from splitjax.report.table import Row, collective_rows, memory_rows, splitting_axes, summary, table
+from splitjax.report.table import Row, collective_rows, memory_rows, peak_rows, splitting_axes, summary, table
 
 # Optimizer state that lies whole on every device is worth a line from this share of what a device holds on.
 _WORTH_SPLITTING = 0.05
@@ -18,6 +18,7 @@ def plan_document(plan: Plan) -> Document:
     """Makes the document of `plan`. The bar of a layer is as long as the layer takes bytes, relative to the largest
     layer, and filled for what one device holds of it."""
     memory = Table.of(("", "per device", "on one device", "saved"), memory_rows(plan), (1, 2, 3))
+    peak = Table.of(("layer", "made by", "shape", "per device"), peak_rows(plan), (3,), code=(0, 1, 2))
     sent = Table.of(("collective", "number", "bytes"), collective_rows(plan), (1, 2))
     return Document(
         "",
@@ -25,6 +26,7 @@ def plan_document(plan: Plan) -> Document:
             Pairs(headline(plan)),
             _parameters(table(plan)),
             Section("memory", (memory,)),
+            Section("stored at the peak, beside the arguments", (peak,)),
             Section("sent per device and step", (sent,)),
             Pairs(summary(plan)),
         ),

@@ -7,6 +7,7 @@ which are folded.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -55,22 +56,35 @@ def headline(report: Report) -> str:
 def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
     """Returns the memory per device in `report`: (what the plan predicts, its size, what XLA compiled, its size)."""
     predicted, compiled = report.memory.predicted, report.memory.compiled
-    if compiled is None:
-        mine = (
-            ("state", predicted.state_bytes),
-            ("activations", predicted.activation_bytes),
-            ("peak", predicted.peak_bytes),
-        )
-        return tuple((name, bytes_text(size), "not told by the backend", "") for name, size in mine)
-    rows = [
-        ("state", bytes_text(predicted.state_bytes), "arguments", bytes_text(compiled.argument_bytes)),
-        ("activations", bytes_text(predicted.activation_bytes), "temporaries", bytes_text(compiled.temporary_bytes)),
-        ("", "", "results in buffers of their own", bytes_text(compiled.output_bytes - compiled.alias_bytes)),
-        ("peak", bytes_text(predicted.peak_bytes), "total", bytes_text(compiled.total_bytes)),
-    ]
-    if compiled.peak_bytes is not None:
-        rows.append(("", "", "peak by the backend", bytes_text(compiled.peak_bytes)))
-    return tuple(rows)
+    mine = [("state", predicted.state_bytes)]
+    if predicted.argument_bytes is None or predicted.bound_bytes is None:
+        mine += [
+            ("activations, if all live at once", predicted.activation_bytes),
+            ("", None),
+            ("peak, if all lives at once", predicted.peak_bytes),
+        ]
+    else:
+        mine = [
+            ("arguments", predicted.argument_bytes),
+            ("beside them at the peak", predicted.activation_bytes),
+            ("of the arguments state", predicted.state_bytes),
+            ("peak, estimated", predicted.peak_bytes),
+            ("peak, at most (upper bound)", predicted.bound_bytes),
+        ]
+    theirs: list[tuple[str, int | None]] = [("not told by the backend", None)]
+    if compiled is not None:
+        theirs = [
+            ("arguments", compiled.argument_bytes),
+            ("temporaries", compiled.temporary_bytes),
+            ("results in buffers of their own", compiled.output_bytes - compiled.alias_bytes),
+            ("total", compiled.total_bytes),
+        ]
+        if compiled.peak_bytes is not None:
+            theirs.append(("peak by the backend", compiled.peak_bytes))
+    size = lambda number: "" if number is None else bytes_text(number)
+    pairs = itertools.zip_longest(mine, theirs, fillvalue=("", None))
+    rows = ((name, size(number), beside, size(other)) for (name, number), (beside, other) in pairs)
+    return tuple(row for row in rows if any(row))
 
 
 def compute_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:

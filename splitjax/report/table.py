@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from splitjax.display.figures import bytes_text, flops_text, percent_saved
-from splitjax.plan import BoundaryPlan, LayerPlan, LeafPlan, Plan, spec_text
+from splitjax.plan import BoundaryPlan, LayerPlan, LeafPlan, Plan, StoredArray, spec_text
 
 # Fewer repetitions than this are shown by themselves: folding two layers hides more than it saves.
 MIN_FOLD = 3
+# So many kinds of arrays at the peak are shown.
+MOST_AT_PEAK = 8
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -265,9 +267,40 @@ def memory_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
         if leaves:
             rows.append((title, bytes_text(held), bytes_text(whole), percent_saved(held, whole)))
     memory = plan.memory
-    if memory.state_bytes or memory.activation_bytes or memory.peak_bytes:
-        rows.append(("activations, predicted", bytes_text(memory.activation_bytes), "", ""))
-        rows.append(("peak, predicted", bytes_text(memory.peak_bytes), "", ""))
+    if memory.argument_bytes is not None and memory.bound_bytes is not None:
+        rows += [
+            ("arguments: state, batch, others", bytes_text(memory.argument_bytes), "", ""),
+            ("beside them at the peak, estimated", bytes_text(memory.activation_bytes), "", ""),
+            ("peak, estimated", bytes_text(memory.peak_bytes), "", ""),
+            ("peak, at most (upper bound)", bytes_text(memory.bound_bytes), "", ""),
+        ]
+    elif memory.state_bytes or memory.activation_bytes or memory.peak_bytes:
+        rows.append(("activations, if all of them live at once", bytes_text(memory.activation_bytes), "", ""))
+        rows.append(("peak, if everything lives at once (no bound)", bytes_text(memory.peak_bytes), "", ""))
+    return tuple(rows)
+
+
+def peak_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
+    """(layer, what made the array, its shape, its bytes on a device) of the largest arrays beside the arguments that
+    are stored at the predicted peak; equal ones are folded, and what is left is one row."""
+    memory = plan.memory
+    groups: dict[tuple[str, str, str], list[StoredArray]] = {}
+    for array in memory.at_peak:
+        groups.setdefault((_NUMBER.sub("*", array.layer), array.made_by, str(array.shape)), []).append(array)
+    size_of = lambda arrays: sum(array.num_bytes for array in arrays)
+    largest = sorted(groups.items(), key=lambda group: -size_of(group[1]))[:MOST_AT_PEAK]
+    rows = [
+        (
+            pattern if len({array.layer for array in arrays}) > 1 else arrays[0].layer,
+            f"{len(arrays)} x {made_by}" if len(arrays) > 1 else made_by,
+            shape,
+            bytes_text(size_of(arrays)),
+        )
+        for (pattern, made_by, shape), arrays in largest
+    ]
+    rest = memory.activation_bytes - sum(size_of(arrays) for _, arrays in largest)
+    if rows and rest > 0:
+        rows.append(("all else", "", "", bytes_text(rest)))
     return tuple(rows)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from splitjax._plan_json import COLLECTIVE_FORM, MESH_FORM, PURPOSE_FORM
+from splitjax._plan_json import COLLECTIVE_FORM, MEMORY_FORM, MESH_FORM, PURPOSE_FORM
 from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.display import registry
 from splitjax.errors import PlanError
@@ -290,6 +290,7 @@ _JSON = Codec(
     format=FORMAT,
     forms={
         MeshShape: MESH_FORM,
+        Memory: MEMORY_FORM,
         Collective: COLLECTIVE_FORM,
         Purpose: PURPOSE_FORM,
         Report: Form(_written, unread=("by_op", "by_layer")),

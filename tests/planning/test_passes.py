@@ -32,6 +32,6 @@ def plan(cell: Cell) -> str:
     """The digest of a cell's plan on a mesh with devices, or what it is refused with."""
     made = steps.ready(cell.unit)
     try:
-        return digest(canonical_plan(steps.parallel(cell, made).plan(*made.arguments).to_json()))
+        return digest(canonical_plan(steps.parallel(cell, made).plan(*made.arguments).with_summed_memory().to_json()))
     except SplitjaxError as error:
         return type(error).__name__

@@ -16,7 +16,7 @@ import splitjax.plan
 from splitjax import display
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Purpose, spec_axes
+from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Purpose, StoredArray, spec_axes
 from splitjax.report.table import collective_rows, memory_rows, summary, table
 
 MESH = MeshShape((("data", 2), ("model", 4)))
@@ -140,8 +140,8 @@ def test_text_table_of_a_small_plan():
         ["state", bytes_text(held), bytes_text(whole), percent_saved(held, whole)],
         ["of it optimizer", "256.0 KiB", "1.0 MiB", "75.0 %"],
         ["of it statistics", "256 B", "256 B", "0.0 %"],
-        ["activations, predicted", "3.0 MiB"],
-        ["peak, predicted", "5.0 MiB"],
+        ["activations, if all of them live at once", "3.0 MiB"],
+        ["peak, if everything lives at once (no bound)", "5.0 MiB"],
     ]
     assert [cells(line) for line in sent.splitlines() if "─" not in line] == [
         ["sent per device and step"],
@@ -191,6 +191,30 @@ def test_a_plan_does_not_contradict_itself_about_examples():
     by_data = dataclasses.replace(plan, replicated_batch="data", batch_axes=("data",))
     assert "examples lie over data\n" in display.show(by_data, width=200)
     assert "behind split layers" not in display.show(by_data, width=200)
+
+
+def test_a_simulated_peak_is_an_estimate_with_a_bound_and_what_is_alive():
+    """What is alive at the peak stands by layer; arrays that differ in a number of their layer's name are one row."""
+    arrays = [StoredArray((64, 64), 4096, "dot_general", f"params/block{n}/up") for n in range(3)]
+    arrays += [StoredArray((64, 256), 8192, "exp", "params/Head"), StoredArray((8,), 32, "iota")]
+    memory = Memory(600_000, 3 * 2**20, 5 * 2**20, 6 * 2**20, tuple(arrays))
+    plan = dataclasses.replace(SMALL, memory=memory)
+    sections = {section.splitlines()[0]: section.splitlines()[3:] for section in str(plan).split("\n\n")}
+    assert [cells(line) for line in sections["memory"][3:]] == [
+        ["arguments: state, batch, others", "2.0 MiB"],
+        ["beside them at the peak, estimated", "3.0 MiB"],
+        ["peak, estimated", "5.0 MiB"],
+        ["peak, at most (upper bound)", "6.0 MiB"],
+    ]
+    assert [cells(line) for line in sections["stored at the peak, beside the arguments"]] == [
+        ["params/block*/up", "3 x dot_general", "(64, 64)", "12.0 KiB"],
+        ["params/Head", "exp", "(64, 256)", "8.0 KiB"],
+        ["iota", "(8,)", "32 B"],
+        ["all else", bytes_text(3 * 2**20 - 3 * 4096 - 8192 - 32)],
+    ]
+    assert "stored at the peak" not in str(SMALL)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and str(again) == str(plan)
 
 
 def test_html_says_what_the_text_says():

@@ -1,7 +1,7 @@
 """Predicted memory: a quick sum of terms for a layout (`terms`), and by lifetimes for a traced program (`lifetimes`).
 
-The sum is what `Plan.memory` holds and what a change of a layout is compared by: it takes milliseconds, and is an upper
-figure where arrays do not live at the same time. The lifetimes need the program that a plan lowers to.
+The lifetimes are what the plan of a step tells; they need the program that the plan lowers to. The sum is what a change
+of a layout is compared by: it takes milliseconds, and takes all arrays to live at the same time.
 """
 
 from splitjax.cost.memory.terms import (

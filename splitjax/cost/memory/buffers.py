@@ -81,7 +81,7 @@ class Storage:
         self._through: dict[int, tuple[int, ...]] = {}  # value of a fused loop -> stored values that it reads
         self._again: dict[int, tuple[int, ...]] = {}  # value that loops compute anew -> stored values that they read
         self._users: dict[int, list[Node]] = {}
-        self._makers: dict[int, Node] = {}
+        self.makers: dict[int, Node] = {}
 
     def schedule(self) -> Schedule:
         self._rewrite(self.program.body)
@@ -96,7 +96,7 @@ class Storage:
 
     def maker_of(self, value: int) -> str:
         """Returns the name of the operation that makes a value; "" where none is known."""
-        maker = self._makers.get(value)
+        maker = self.makers.get(value)
         return "" if maker is None else maker.name
 
     # What the partitioner adds: an operand that is split otherwise than its operation is moved, a product over a split
@@ -234,7 +234,7 @@ class Storage:
                 self._collect_users(inner)
                 for value in inner.outputs:
                     self._users.setdefault(value, []).append(node)
-            self._makers.update(dict.fromkeys(node.outputs, node))
+            self.makers.update(dict.fromkeys(node.outputs, node))
             for value in set(node.inputs):
                 self._users.setdefault(value, []).append(node)
 
@@ -283,7 +283,7 @@ class Storage:
         size = math.prod(self.program.shapes[node.outputs[0]])
         large = 0
         for value in node.inputs:
-            maker = self._makers.get(self._roots.get(value, value))
+            maker = self.makers.get(self._roots.get(value, value))
             is_made = maker is not None and (maker.kind is Kind.MADE or maker.name == "broadcast_in_dim")
             large += math.prod(self.program.shapes[value]) >= size and not is_made
         return large <= 1

@@ -13,25 +13,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitjax.cost.memory.buffers import CPU, TPU, Storage
+from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.program import Split
 from splitjax.cost.memory.reading import read
 from splitjax.cost.memory.spreading import spread
-from splitjax.cost.memory.timeline import peak_of
+from splitjax.cost.memory.timeline import combined, peak_of
+from splitjax.plan import StoredArray
 
 # By how much temporaries may be beyond the careful simulation: the least that holds for every cell that
 # `python -m benchmarks planner` does not hold out.
 BOUND_FACTOR = 1.305
-_NUM_ALIVE = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredArray:
-    """Describes an array that is stored at the peak: `shape` of the whole, `num_bytes` of a device's part, and the name
-    of the operation that made it, `made_by`."""
-
-    shape: tuple[int, ...]
-    num_bytes: int
-    made_by: str
+_NUM_ALIVE = 60
+_NUM_PRINTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +56,9 @@ class ProgramMemory:
             f"{mib(self.estimate_bytes)} a device expected, at most {mib(self.bound_bytes)}: arguments"
             f" {mib(self.argument_bytes)}, beside them {mib(self.temporary_bytes)}, of these at the peak"
         ]
-        lines += [f"  {mib(array.num_bytes):>12}  {array.made_by} {list(array.shape)}" for array in self.at_peak]
+        for array in self.at_peak[:_NUM_PRINTED]:
+            layer = f" of {array.layer}" if array.layer else ""
+            lines.append(f"  {mib(array.num_bytes):>12}  {array.made_by} {list(array.shape)}{layer}")
         return "\n".join(lines)
 
 
@@ -77,6 +72,7 @@ class PlacedProgram:
     - `arguments`, `results`: by argument and by result how it is split; None where the compiler decides.
     - `donated`: by result that is written over an argument, the argument.
     - `axes`: the sizes of the mesh axes. `platform`: of its devices, such as `cpu`.
+    - `paths`: by argument its path, which names what is made of it alone. `layers`: the names of the step's layers.
     """
 
     jaxpr: Any
@@ -85,6 +81,8 @@ class PlacedProgram:
     donated: Mapping[int, int]
     axes: Mapping[str, int]
     platform: str
+    paths: Sequence[str] = ()
+    layers: Sequence[str] = ()
 
 
 def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
@@ -94,13 +92,15 @@ def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
     compiler = TPU if placed.platform == "tpu" else CPU
     storage = Storage(program, compiler)
     schedule = storage.schedule()
+    schedule = combined(schedule, storage.sizes, compiler.combines_bytes)
     arguments, outputs = program.body.inputs, program.body.outputs
     free = {*arguments, *(storage.root_of(outputs[result]) for result in placed.donated)}
-    likely = peak_of(schedule, storage.sizes, free, compiler.combines_bytes)
-    most = peak_of(schedule, storage.sizes, free, compiler.combines_bytes, careful=True)
+    likely = peak_of(schedule, storage.sizes, free)
+    most = peak_of(schedule, storage.sizes, free, careful=True)
     held = sum(storage.sizes[value] for value in arguments)
+    layers = Layers(storage.makers, dict(zip(arguments, placed.paths, strict=False)), placed.layers)
     alive = [
-        StoredArray(program.shapes[value], storage.sizes[value], storage.maker_of(value))
+        StoredArray(program.shapes[value], storage.sizes[value], storage.maker_of(value), layers.of(value))
         for value in likely.alive[:_NUM_ALIVE]
     ]
     return ProgramMemory(held, likely.num_bytes, held + round(BOUND_FACTOR * most.num_bytes), tuple(alive))

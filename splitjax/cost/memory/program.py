@@ -52,6 +52,7 @@ class Node:
     - `dims`: how dims of these run along each other; None where that is not known.
     - `regions`: what it runs, for a loop or a branch. `num_carry`: of a loop, how many values it hands on.
     - `manual`: mesh axes over which its shapes are those of a part already.
+    - `origin`: the equation that it was read of, behind those around it; empty for what compilers add.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Node:
     regions: tuple[Region, ...] = ()
     num_carry: int = 0
     manual: frozenset[str] = frozenset()
+    origin: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -85,7 +87,7 @@ class Program:
 
     - `body`: its region, whose inputs are the arguments. `constants`: values that are part of the program.
     - `shapes`, `itemsizes`: by value, its dims as the traced step has them, and the bytes of an element.
-    - `splits`: by value, how it is split. `fixed`: values whose split is decided.
+    - `splits`: by value, how it is split. `fixed`: (value, dim) whose split is decided.
     - `sizes`: of the mesh axes.
     """
 
@@ -94,7 +96,7 @@ class Program:
     shapes: list[tuple[int, ...]]
     itemsizes: list[int]
     splits: list[Split]
-    fixed: set[int]
+    fixed: set[tuple[int, int]]
     sizes: dict[str, int]
 
     def new(self, shape: Sequence[int], itemsize: int, split: Split | None = None) -> int:
@@ -103,6 +105,13 @@ class Program:
         self.itemsizes.append(itemsize)
         self.splits.append(((),) * len(shape) if split is None else split)
         return len(self.shapes) - 1
+
+    def fix(self, value: int, split: Sequence[Axes | None]) -> None:
+        """Decides how a value is split, but for dims where `split` has None, which stay open."""
+        for dim, axes in enumerate(split):
+            if axes is not None:
+                self.fixed.add((value, dim))
+        self.splits[value] = tuple(axes or () for axes in split)
 
     def num_parts(self, axes: Axes) -> int:
         """Returns into how many parts a dim is split over `axes`."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.memory.program import Kind, Node, Program, Region, Split
@@ -76,6 +77,7 @@ class _Reader:
     program: Program
     zeros: set[int] = dataclasses.field(default_factory=set)
     products: set[int] = dataclasses.field(default_factory=set)
+    around: tuple[Any, ...] = ()  # the calls, loops and branches in which it reads
 
     def is_zero(self, atom: Any, value: int) -> bool:
         return (
@@ -88,8 +90,7 @@ class _Reader:
 
     def fix(self, value: int, split: Split | None) -> None:
         if split is not None:
-            self.program.splits[value] = split
-            self.program.fixed.add(value)
+            self.program.fix(value, split)
 
     def same(self, values: Sequence[int]) -> DimMap:
         """Ties all dims of values of one shape: the first is read, the others are written."""
@@ -116,6 +117,12 @@ class _Reader:
         return [get(atom) for atom in inner.outvars]
 
     def equation(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        self.around = (*self.around, eqn)
+        outputs = self.known(eqn, inputs, nodes, manual)
+        self.around = self.around[:-1]
+        return outputs
+
+    def known(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
         kind = kind_of(eqn)
         if kind is CallKind.SCAN:
             return self.scan(eqn, inputs, nodes, manual)
@@ -140,13 +147,17 @@ class _Reader:
         if name == "sharding_constraint":
             spec = getattr(eqn.params["sharding"], "spec", None)
             if spec is not None:
-                self.fix(outputs[0], split_of(spec, len(self.program.shapes[outputs[0]])))
+                rank = len(self.program.shapes[outputs[0]])
+                # What a constraint leaves open, the partitioner decides.
+                is_open = [entry is PartitionSpec.UNCONSTRAINED for entry in (*spec, *(None,) * rank)]
+                split = split_of(spec, rank)
+                self.program.fix(outputs[0], [None if is_open[d] else split[d] for d in range(rank)])
         dims, kind = self.dims(eqn, inputs, outputs), _kind(name, eqn)
         if name == "dot_general":
             self.products.update(outputs)
         if name == "transpose" and inputs[0] in self.products and len(self.program.shapes[inputs[0]]) == 2:
             kind = Kind.VIEW  # compilers multiply the other way round instead
-        nodes.append(Node(name, kind, inputs, outputs, dims, eqn.params, manual=manual))
+        nodes.append(Node(name, kind, inputs, outputs, dims, eqn.params, manual=manual, origin=self.around))
         return outputs
 
     def dims(self, eqn: Any, inputs: list[int], outputs: list[int]) -> DimMap | None:
@@ -233,9 +244,10 @@ class _Reader:
         is_whole = axes | manual >= set(self.program.sizes)  # otherwise the compiler splits over the other axes
 
         def place(value: int, spec: Any) -> None:
-            self.program.splits[value] = split_of(spec, len(self.program.shapes[value]))
+            split = split_of(spec, len(self.program.shapes[value]))
             if is_whole:
-                self.program.fixed.add(value)
+                self.program.fix(value, split)
+            self.program.splits[value] = split
 
         def between(name: str, source: int, target: int) -> Node:
             dims = None if is_whole else self.same([source, target])

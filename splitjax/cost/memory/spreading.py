@@ -17,10 +17,22 @@ _ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tie:
-    """Names dims that run along each other: (value, dim) pairs; `first`: whether the node counts before others."""
+class Place:
+    """Names a factor of a dim: the `value`, its `dim`, and the `factor` among those that make up the dim, whose `sizes`
+    are given, major first. Most dims are a single factor; a reshape joins dims to one, or cuts one."""
 
-    dims: tuple[tuple[int, int], ...]
+    value: int
+    dim: int
+    factor: int
+    sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tie:
+    """Names factors of dims that run along each other; `first`: whether the node counts before others; `manual`: axes
+    over which its shapes are those of a part already."""
+
+    places: tuple[Place, ...]
     first: bool
     manual: frozenset[str]
 
@@ -63,35 +75,73 @@ def label_dims(node: Node) -> dict[Label, list[tuple[int, int, int]]]:
 
 def _ties(program: Program, node: Node) -> Iterator[Tie]:
     first = node.kind in (Kind.LOOP, Kind.VIEW, Kind.PART, Kind.FILL)
-    for label, places in label_dims(node).items():
-        sizes = node.dims.sizes if node.dims is not None else {}
-        dims = tuple((value, dim) for _, value, dim in places if program.shapes[value][dim] > 1)
-        if len(dims) > 1:
-            yield Tie(dims, first and label not in sizes, node.manual)
+    if node.dims is None:
+        return
+    known, found = node.dims.sizes, {}
+    sides = [*zip(node.inputs, node.dims.inputs, strict=False), *zip(node.outputs, node.dims.outputs, strict=False)]
+    for value, labels in sides:
+        for dim, factors in enumerate(labels):
+            size = program.shapes[value][dim]
+            if size == 1:
+                continue
+            sizes = (size,) if len(factors) == 1 else tuple(known.get(label, 1) for label in factors)
+            for number, label in enumerate(factors):
+                if sizes[number] > 1:
+                    found.setdefault(label, []).append(Place(value, dim, number, sizes))
+    for label, places in found.items():
+        if len(places) > 1:
+            yield Tie(tuple(places), first and label not in known, node.manual)
+
+
+def _cut(program: Program, axes: Axes, sizes: tuple[int, ...]) -> list[Axes]:
+    """Returns which of the `axes` that split a dim split each of its factors, whose `sizes` are given; axes behind one
+    that does not divide a factor are left out."""
+    parts: list[Axes] = [()] * len(sizes)
+    number, room = 0, sizes[0]
+    for axis in axes:
+        size = program.sizes[axis]
+        while room == 1 and number + 1 < len(sizes):
+            number += 1
+            room = sizes[number]
+        if room % size:
+            break
+        parts[number] = (*parts[number], axis)
+        room //= size
+    return parts
 
 
 def _settle(program: Program, tie: Tie) -> bool:
-    """Splits the dims of a tie alike, as far as they are open; returns whether anything changed."""
+    """Splits the factors of a tie alike, as far as they are open; returns whether anything changed."""
     splits = program.splits
     axes: Axes = ()
-    for value, dim in tie.dims:
-        here = splits[value][dim]
-        if len(here) > len(axes):
+    for place in tie.places:
+        split = splits[place.value][place.dim]
+        if split and (here := _cut(program, split, place.sizes)[place.factor]) and len(here) > len(axes):
             axes = here
     if not axes:
         return False
     changed = False
-    for value, dim in tie.dims:
+    for place in tie.places:
+        value, dim = place.value, place.dim
+        if (value, dim) in program.fixed:
+            continue
         split = splits[value]
-        if split[dim] or value in program.fixed:
+        parts = _cut(program, split[dim], place.sizes)
+        here = parts[place.factor]
+        if here != axes[: len(here)] or len(here) == len(axes) or any(parts[place.factor + 1 :]):
+            continue
+        # Only behind factors that are split whole a further one may be.
+        before = zip(parts[: place.factor], place.sizes, strict=False)
+        if any(program.num_parts(part) != size for part, size in before):
             continue
         taken = {axis for other in split for axis in other}
-        free: Axes = ()
-        for axis in axes:
+        free = here
+        for axis in axes[len(here) :]:
             if axis in taken or axis in tie.manual:
                 break
             free = (*free, axis)
-        if free and program.shapes[value][dim] % program.num_parts(free) == 0:
-            splits[value] = (*split[:dim], free, *split[dim + 1 :])
+        if len(free) > len(here) and place.sizes[place.factor] % program.num_parts(free) == 0:
+            whole = tuple(axis for part in (*parts[: place.factor], free) for axis in part)
+            splits[value] = (*split[:dim], whole, *split[dim + 1 :])
             changed = True
     return changed

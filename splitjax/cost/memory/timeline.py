@@ -18,9 +18,12 @@ def combine(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedul
     the steps from the last to the first of a plain post-order, and closes a group at the first all-reduce of its kind
     that a member waits for."""
     steps = list(schedule.steps)
-    left = {id(step) for step in steps if step.combines}
+    bits = {id(step): bit for bit, step in enumerate(step for step in steps if step.combines)}
+    left = set(bits)
+    if len(left) < 2:
+        return schedule
     steps = [steps[i] for i in _post_order(steps, schedule.outputs)]
-    waits = _waits(steps)
+    waits = _waits(steps, bits)
     while left:
         members: list[int] = []
         needed = held = 0
@@ -29,7 +32,7 @@ def combine(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedul
             if id(step) not in left or members and step.combines != steps[members[0]].combines:
                 continue
             size = sum(sizes[b] for b in step.writes)
-            if members and (needed >> i & 1 or held + size > limit):
+            if members and (needed >> bits[id(step)] & 1 or held + size > limit):
                 break
             members.append(i)
             needed |= waits[i]
@@ -42,26 +45,30 @@ def combine(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedul
             one = Step("all_reduces", reads, writes, together[0].shares, combines=together[0].combines)
             steps = [step for i, step in enumerate(steps) if i not in set(members)] + [one]
             steps = [steps[i] for i in _post_order(steps, schedule.outputs)]
-            waits = _waits(steps)
+            waits = _waits(steps, bits)
     return Schedule(steps, schedule.outputs, schedule.carry)
 
 
-def _waits(steps: Sequence[Step]) -> list[int]:
-    """Returns by step what it waits for, directly or through others, as bits. `steps`: none reads what a later one
-    writes."""
+def _waits(steps: Sequence[Step], bits: Mapping[int, int]) -> list[int]:
+    """Returns by step which others it waits for, directly or through others, as bits. `steps`: none reads what a later
+    one writes. `bits`: by the id of a step that matters, its bit."""
     writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    own = [1 << bits[id(step)] if id(step) in bits else 0 for step in steps]
     waits = [0] * len(steps)
     for i, step in enumerate(steps):
+        needed = 0
         for b in step.reads:
             before = writer.get(b, i)
             if before != i:
-                waits[i] |= waits[before] | 1 << before
+                needed |= waits[before] | own[before]
+        waits[i] = needed
     return waits
 
 
 def _post_order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
     """Returns the steps in post-order from the outputs, operands in their order."""
     writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    operands = [[writer[b] for b in reversed(step.reads) if b in writer] for step in steps]
     seen, order = [False] * len(steps), []
     for root in [*(writer[b] for b in outputs if b in writer), *range(len(steps))]:
         stack = [(root, False)]
@@ -72,9 +79,7 @@ def _post_order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
             elif not seen[i]:
                 seen[i] = True
                 stack.append((i, True))
-                stack.extend(
-                    (writer[b], False) for b in reversed(steps[i].reads) if b in writer and not seen[writer[b]]
-                )
+                stack += [(before, False) for before in operands[i] if not seen[before]]
     return order
 
 
@@ -126,15 +131,21 @@ class Peak:
     alive: tuple[int, ...]
 
 
-def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], limit: int, careful: bool = False) -> Peak:
+def combined(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedule:
+    """Returns `schedule` with its all-reduces put together, in what it runs inside too; the arguments are those of
+    `combine`."""
+    for step in schedule.steps:
+        step.inside = tuple(combined(inside, sizes, limit) for inside in step.inside)
+    return combine(schedule, sizes, limit)
+
+
+def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], careful: bool = False) -> Peak:
     """Returns the peak of a schedule.
 
-    **Arguments:** `sizes`: bytes by buffer. `free`: buffers that are counted elsewhere, such as arguments. `limit`: up
-    to how many bytes all-reduces become one. `careful`: the most of several orders, and nothing is written in place,
-    instead of the order that XLA is known to take."""
-    schedule = combine(schedule, sizes, limit)
+    **Arguments:** `sizes`: bytes by buffer. `free`: buffers that are counted elsewhere, such as arguments. `careful`:
+    the most of several orders, and nothing is written in place, instead of the order that XLA is known to take."""
     steps = schedule.steps
-    inner = [_inside(step, sizes, limit, careful) for step in steps]
+    inner = [_inside(step, sizes, careful) for step in steps]
     orders = [depth_first(steps, sizes, schedule.outputs)]
     if careful:
         orders.append(list(range(len(steps))))
@@ -142,14 +153,14 @@ def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], limit:
     return max(peaks, key=lambda peak: peak.num_bytes)
 
 
-def _inside(step: Step, sizes: Mapping[int, int], limit: int, careful: bool) -> Peak:
+def _inside(step: Step, sizes: Mapping[int, int], careful: bool) -> Peak:
     """Returns what the loop or the branches of a step store besides what is stored outside."""
     peaks = []
     for inside in step.inside:
         written = {b for each in inside.steps for b in each.writes}
         outside = {b for each in inside.steps for b in each.reads if b not in written}
         free = outside | {before for before, _ in inside.carry} | set(step.writes)
-        peaks.append(peak_of(inside, sizes, free, limit, careful))
+        peaks.append(peak_of(inside, sizes, free, careful))
     return max(peaks, key=lambda peak: peak.num_bytes, default=Peak(0, ()))
 
 

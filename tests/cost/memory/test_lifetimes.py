@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import optax
 import pytest
 
 import splitjax
+import splitjax.compile.memory as memory_module
 from splitjax.cost.memory.lifetimes import PlacedProgram, predict_program_memory
 from splitjax.errors import UnavailableError
 
@@ -123,7 +126,53 @@ def test_a_scanned_rematerialised_transformer_under_megatron():
     assert memory.argument_bytes == pytest.approx(arguments, rel=1e-3)
     assert 0.8 * compiled < memory.estimate_bytes < 1.25 * compiled
     assert compiled <= memory.bound_bytes < 1.7 * compiled
-    assert parallel.plan(*args).memory.peak_bytes > 2 * compiled
+    assert parallel._programs.entry(args).summed.peak_bytes > 2 * compiled
+    planned = parallel.plan(*args).memory
+    assert (planned.peak_bytes, planned.bound_bytes) == (memory.estimate_bytes, memory.bound_bytes)
+    assert (planned.argument_bytes, planned.activation_bytes) == (memory.argument_bytes, memory.temporary_bytes)
+    assert planned.at_peak == memory.at_peak and {array.layer for array in planned.at_peak} > {
+        "params/down",
+        "params/o",
+    }
+
+
+def test_the_memory_of_a_plan_is_predicted_when_it_is_looked_at(monkeypatch):
+    """Planning does not wait for it; who looks twice, at the plan or at a copy of it, has it predicted once."""
+    step, *args = scanned_step(layers=2)
+    asked, predict = [], memory_module.predict_program_memory
+    monkeypatch.setattr(memory_module, "predict_program_memory", lambda placed: asked.append(1) or predict(placed))
+    plan = splitjax.parallelize(step, mesh={"data": 2}, rules="data_parallel").plan(*args)
+    assert plan.layers and plan.collectives and not asked
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy.memory == plan.memory and copy == plan and copy.digest == plan.digest and len(asked) == 1
+    assert "peak, at most (upper bound)" in str(plan) and len(asked) == 1
+
+
+def test_open_dims_of_a_constraint_are_split_as_what_runs_along_them():
+    """A dim that a constraint leaves open follows its neighbours; a dim that it names stays whole."""
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fn(spec, x):
+        held = jax.lax.with_sharding_constraint(jnp.sin(x), jax.sharding.NamedSharding(mesh, spec))
+        return held @ held.T
+
+    bytes_with = lambda spec: (
+        predict_program_memory(
+            placed(functools.partial(fn, spec), (N, N), splits=[(("data",), ())], axes={"data": 4})
+        ).temporary_bytes
+    )
+    is_open, whole = (
+        jax.sharding.PartitionSpec(jax.sharding.PartitionSpec.UNCONSTRAINED, None),
+        jax.sharding.PartitionSpec(None),
+    )
+    assert bytes_with(is_open) < bytes_with(whole)
+
+
+def test_a_dim_that_a_reshape_cuts_is_split_over_the_axes_of_its_factors():
+    split = [(("data", "model"), ())]
+    fn = lambda x: jnp.sort(jnp.sin(x).reshape(2, 4, 8, N), axis=-1)
+    memory = predict_program_memory(placed(fn, (N, N), splits=split, axes={"data": 2, "model": 4}))
+    assert memory.temporary_bytes == 2 * N * N * 4 // 8, "what is sorted, and the result: an eighth of each"
 
 
 def test_programs_of_workers_are_refused():
@@ -132,3 +181,4 @@ def test_programs_of_workers_are_refused():
     parallel = splitjax.parallelize(step, mesh={"data": 8}, rules="data_parallel", backprop=alone)
     with pytest.raises(UnavailableError, match="programs of their own"):
         parallel.memory(state, batch)
+    assert parallel.plan(state, batch).memory == parallel._programs.entry((state, batch)).summed, "which has no bound"

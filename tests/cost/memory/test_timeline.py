@@ -15,22 +15,22 @@ def test_a_buffer_lives_from_its_writer_to_its_last_reader():
     # 1 -> 2 -> 3 -> 4, and 1 is read again at the end
     steps = [Step("a", [], [1]), Step("b", [1], [2]), Step("c", [2], [3]), Step("d", [1, 3], [4])]
     sizes = {1: 10, 2: 100, 3: 1, 4: 5}
-    peak = peak_of(Schedule(steps, [4], []), sizes, set(), NO_LIMIT)
+    peak = peak_of(Schedule(steps, [4], []), sizes, set())
     assert peak.num_bytes == 10 + 100 + 1 and set(peak.alive) == {1, 2, 3}
 
 
 def test_what_is_written_in_place_is_counted_once_unless_with_care():
     steps = [Step("a", [], [1]), Step("add", [1], [2], shares=True)]
     schedule, sizes = Schedule(steps, [2], []), {1: 8, 2: 8}
-    assert peak_of(schedule, sizes, set(), NO_LIMIT).num_bytes == 8
-    assert peak_of(schedule, sizes, set(), NO_LIMIT, careful=True).num_bytes == 16
+    assert peak_of(schedule, sizes, set()).num_bytes == 8
+    assert peak_of(schedule, sizes, set(), careful=True).num_bytes == 16
 
 
 def test_a_loop_hands_on_in_place_where_what_came_in_is_read_no_more():
     def loop(*late: Step) -> int:
         body = Schedule([Step("square", [10], [11]), *late], [11], [(10, 11)])
         steps = [Step("a", [], [1]), Step("scan", [1], [2], inside=(body,))]
-        return peak_of(Schedule(steps, [2], []), {1: 8, 2: 8, 10: 8, 11: 8, 12: 1}, {1}, NO_LIMIT).num_bytes
+        return peak_of(Schedule(steps, [2], []), {1: 8, 2: 8, 10: 8, 11: 8, 12: 1}, {1}).num_bytes
 
     assert loop() == 8
     assert loop(Step("late", [10], [12])) == 8 + 8 + 1

@@ -210,11 +210,12 @@ def test_state_and_gradient_of_a_parameter_are_split_alike():
         assert set(spec_axes(param.gradient)) == {"data", "model"}
         assert mu.rule == f"follows params/{name}, sharded state"
     assert sum("ZeRO" in note for note in plan.notes) == 1
-    # The gradients in the predicted peak are parts, and the largest once more.
+    # The gradients in the quick sum of the memory are parts, and the largest once more.
     parts = sum(plan.leaf(f"params/{name}").whole_bytes(plan.mesh) // 8 for name in network_params())
     largest = max(plan.leaf(f"params/{name}").bytes_per_device for name in network_params())
-    memory = plan.memory
+    memory = step._programs.entry((state_of(network_params(), tx), batch())).summed
     assert memory.peak_bytes == memory.state_bytes + memory.activation_bytes + parts + largest
+    assert plan.memory.state_bytes == memory.state_bytes and plan.memory.bound_bytes > plan.memory.peak_bytes
 
 
 def test_averaged_parameters_are_state_too():
@@ -270,7 +271,7 @@ def test_a_pinned_plan_reproduces_it(tmp_path):
     assert any(line.startswith("leaf opt/0/trace/conv2: spec") for line in changes)
     assert any(line.startswith("leaf params/conv2: gradient") for line in changes)
     plan.save(tmp_path / "plan.json")
-    pinned = splitjax.parallelize(step_of(network), mesh=GROUPS, plan=tmp_path / "plan.json")
+    pinned = splitjax.parallelize(step_of(network), mesh=GROUPS, plan=tmp_path / "plan.json", donate=False)
     assert pinned.plan(state, batch()).diff(plan) == ()
     assert traffic(pinned, state, batch(), GROUPS)[0] == traffic(step, state, batch(), GROUPS)[0]
 

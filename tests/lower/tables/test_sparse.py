@@ -206,16 +206,23 @@ def test_the_compiled_step_makes_nothing_of_the_table_s_size():
 def test_the_plan_s_peak_has_no_dense_gradients_of_tables():
     spec = models.build("lstm", vocab_size=20_000, max_len=8, embedding_width=32, hidden_width=16, negatives=8)
     init_fn, train_step, _ = models.make_step(spec, optax.adagrad(0.1), value_and_grad=splitjax.value_and_grad)
-    peaks = {}
+    arguments = jax.eval_shape(init_fn, jax.random.key(0)), spec.example(16)
+    summed, planned, compiled = [], [], []
     for sync in ("dense", "row_exchange", ByRows("row_exchange", wire_dtype="bfloat16")):
         step = splitjax.parallelize(train_step, mesh={"data": 4}, rules="data_parallel", sync=sync)
-        state = jax.eval_shape(init_fn, jax.random.key(0))
-        peaks[str(sync)] = step.plan(state, spec.example(16)).memory.peak_bytes
-    compiled = step.report(state, spec.example(16)).memory.compiled
-    dense, by_rows, rounded = peaks.values()
+        planned.append(step.plan(*arguments).memory)
+        summed.append(step._programs.entry(arguments).summed.peak_bytes)
+        if sync != "row_exchange":
+            compiled.append(step.report(*arguments).memory.compiled.total_bytes)
     tables = 2 * 20_000 * 32 * 4
+    dense, by_rows, rounded = summed
     assert dense - by_rows > 0.9 * tables and rounded - by_rows == tables  # a residual of each table's size
-    assert abs(rounded - compiled.total_bytes) < 0.05 * rounded
+    assert abs(rounded - compiled[1]) < 0.05 * rounded
+    dense, by_rows, rounded = planned  # by lifetimes
+    assert dense.peak_bytes == pytest.approx(compiled[0], rel=0.01)
+    assert dense.peak_bytes - by_rows.peak_bytes > tables
+    assert rounded.argument_bytes - by_rows.argument_bytes == tables
+    assert compiled[1] <= rounded.bound_bytes < 1.4 * compiled[1]
 
 
 @pytest.mark.one_version
