@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.memory import placed_program
@@ -25,7 +24,8 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
     """Predicts the time of the program that runs once the warm-up of partial backpropagation is over, or at once where
     there is none.
 
-    **Arguments:** `recipe`: the step. `entry`: a signature of it. `on`: the machine: a calibration or the path of its file, or a target or its text.
+    **Arguments:** `recipe`: the step. `entry`: a signature of it. `on`: the machine: a calibration or the path of its
+    file, or a target or its text.
 
     Raises `CalibrationError` for what is no machine, for a file that cannot be read and for a calibration of another
     number of devices, `TargetError` for a target that does not fit the mesh, `UnavailableError` for a step that runs as

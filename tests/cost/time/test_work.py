@@ -45,7 +45,7 @@ EXAMPLES = {"x": f32(BATCH, WIDTH)}
 
 def tasks(step, *args):
     recipe, entry = step._recipe, step._programs.entry(args)
-    return tasks_of(placed_program(recipe, entry, 0, args, "time"))
+    return tasks_of(placed_program(recipe, entry, "time"))
 
 
 @pytest.mark.parametrize(
