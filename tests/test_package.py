@@ -175,3 +175,10 @@ def test_the_header_of_a_result_page_names_machine_and_versions():
 
     text = header(this_machine(), "python -m benchmarks example")
     assert f"jax {jax.__version__}" in text and "8 x cpu (virtual)" in text and "`python -m benchmarks example`" in text
+
+
+def test_kinds_of_dtypes_are_asked_of_jax():
+    """numpy does not count bfloat16 and float8 among floating point."""
+    asked = re.compile(r"(?<!j)np\.issubdtype|(?<!jax\.)numpy\.issubdtype")
+    files = sorted((ROOT / "splitjax").rglob("*.py"))
+    assert files and [str(file) for file in files if asked.search(file.read_text())] == []

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.graph import itemsize
@@ -220,8 +220,4 @@ def _flops(op: Op, flat: FlatStep) -> float:
 
 
 def _is_inexact(dtype: str) -> bool:
-    return (
-        not dtype.startswith("key<")
-        and dtype != "token"
-        and (dtype.startswith(("bfloat16", "float8")) or np.issubdtype(np.dtype(dtype), np.inexact))
-    )
+    return not dtype.startswith("key<") and dtype != "token" and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.inexact))

@@ -54,7 +54,7 @@ def compare(value: Any, reference: Any) -> Difference:
     expected = _host(reference)
     if expected.dtype == object or expected.size == 0:
         return Difference(0.0, 0.0)
-    if not np.issubdtype(expected.dtype, np.inexact):
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
         expected = expected.astype(np.float64)
     finite = bool(np.all(np.isfinite(expected)))
     scale = float(np.max(np.abs(expected))) if finite else float("nan")

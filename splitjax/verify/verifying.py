@@ -347,6 +347,4 @@ def _microbatches(jaxpr: Any) -> Sequence[int]:
 
 
 def _is_finite(array: Any) -> bool:
-    return not np.issubdtype(
-        np.dtype(array.dtype) if not jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.int32, np.inexact
-    ) or bool(np.all(np.isfinite(np.asarray(array))))
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.all(np.isfinite(np.asarray(array))))

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.errors import Refusal
@@ -46,7 +46,7 @@ class Const:
         return (
             shape == ()
             and dtype is not None
-            and np.issubdtype(dtype, np.number)
+            and jnp.issubdtype(dtype, jnp.number)
             and bool(self.whole == 0)
             and not self.differs
         )

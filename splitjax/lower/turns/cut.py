@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.planning.sites.exchange import EXAMPLES, SWAP, Exchange
@@ -246,7 +246,7 @@ class _Surgeon:
             tuple(sorted(back)),
             tuple(sorted(front)),
             tuple(numbers[v] for v in crossing),
-            tuple(v in self.live and np.issubdtype(v.aval.dtype, np.inexact) for v in crossing),
+            tuple(v in self.live and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in crossing),
             tuple(tuple(entering.get(v, ())) for v in crossing),
             tuple(results),
         )
@@ -287,5 +287,5 @@ class _Surgeon:
             v in self.live
             and v not in self.of_examples
             and v.aval.shape == ()
-            and np.issubdtype(v.aval.dtype, np.inexact)
+            and jnp.issubdtype(v.aval.dtype, jnp.inexact)
         )

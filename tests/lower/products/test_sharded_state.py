@@ -438,22 +438,37 @@ def test_behind_a_split_layer_examples_lie_otherwise():
     assert sum(sharded.values()) <= sum(plain.values())
 
 
-def test_half_precision_and_a_cast_before_the_boundary():
-    def step(state, batch):
-        def loss(params):
-            return optax.softmax_cross_entropy_with_integer_labels(
-                network(params, half).astype(jnp.float32), batch["y"]
-            ).mean()
+def half_precision(state, batch):
+    """A step whose parameters and images are cast to bfloat16 before the boundary."""
 
-        half = {**batch, "x": batch["x"].astype(jnp.bfloat16)}
-        value, grads = splitjax.value_and_grad(loss)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["params"]))
-        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
-        updates, opt = MOMENTUM.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+    def loss(params):
+        return optax.softmax_cross_entropy_with_integer_labels(
+            network(params, half).astype(jnp.float32), batch["y"]
+        ).mean()
 
+    half = {**batch, "x": batch["x"].astype(jnp.bfloat16)}
+    value, grads = splitjax.value_and_grad(loss)(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["params"]))
+    grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+    updates, opt = MOMENTUM.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+
+@pytest.mark.parametrize("kind", ["modulo", "turns"])
+def test_half_precision_crosses_in_turns_with_its_cotangents(kind):
+    """numpy does not count bfloat16 among floating point: layers before the crossing had gradients of zero."""
     state = state_of(network_params())
-    parallel = splitjax.parallelize(step, mesh=GROUPS, shard_state=True, donate=False)
-    want_state, want = jax.jit(step)(state, batch())
+    want_state, _ = jax.jit(half_precision)(state, batch())
+    parallel = splitjax.parallelize(half_precision, mesh=GROUPS, group_comm=kind, donate=False)
+    assert parallel.plan(state, batch()).group_comm == kind
+    moments, wanted = parallel(state, batch())[0]["opt"][0].trace, want_state["opt"][0].trace
+    for name, want in wanted.items():
+        assert float(jnp.max(jnp.abs(moments[name] - want))) <= 0.05 * float(jnp.max(jnp.abs(want))), name
+
+
+def test_half_precision_and_a_cast_before_the_boundary():
+    state = state_of(network_params())
+    parallel = splitjax.parallelize(half_precision, mesh=GROUPS, shard_state=True, donate=False)
+    want_state, want = jax.jit(half_precision)(state, batch())
     got_state, got = parallel(state, batch())
     np.testing.assert_allclose(got, want, rtol=1e-2)
     assert largest_difference(got_state, want_state) <= 1e-2
