@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from splitjax.plan import Spec
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import equation_at
 from splitjax.rules.match import first_match, param_kinds
@@ -31,9 +32,10 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
     notes: list[str] = []
     found: dict[tuple[int, ...], FusedProduct] = {}
     rounds: list[list[tuple[Use, int]]] = []
+    specs = {leaf.path: leaf.spec for leaf in draft.layout.leaves if leaf.path in counts}
     for use in draft.graph.uses:
         if use.param in counts and use.in_boundary and use.editable and not use.backward and use.data is not None:
-            for number, dim in enumerate(_columns(draft, use)):
+            for number, dim in enumerate(_columns(draft, use, specs[use.param])):
                 rounds += [[]] if number == len(rounds) else []
                 rounds[number].append((use, dim))
     for candidates in rounds:  # of several columns dims of a product, one at a time
@@ -54,13 +56,19 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
     return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
 
 
-def _columns(draft: Draft, use: Use) -> Iterator[int]:
-    """Yields the dims of the weight of a product that its columns lie along."""
+def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:
+    """Yields the dims of the weight of a product that its columns lie along. Those that `spec`, of its parameter,
+    leaves whole are left out where the product reads the parameter in its own shape: halves of each head, which rotary
+    positions ask for, lie together where heads are split."""
     eqn = equation_at(draft.traced.jaxpr, use.site)
     if eqn is None or eqn.primitive.name != "dot_general":
         return
     contracted, batch = (kind[use.weight] for kind in eqn.params["dimension_numbers"])
-    yield from (dim for dim in range(eqn.invars[use.weight].aval.ndim) if dim not in contracted and dim not in batch)
+    shape = eqn.invars[use.weight].aval.shape
+    is_own = shape == draft.graph.leaf(use.param).shape
+    for dim in range(len(shape)):
+        if dim not in contracted and dim not in batch and (spec[dim] or not is_own):
+            yield dim
 
 
 def _counts(draft: Draft) -> dict[str, int]:
