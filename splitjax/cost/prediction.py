@@ -306,7 +306,7 @@ def _sent_by_leaf(structure: StepStructure, weight: Weight | None, setting: Sett
         return ()
     layer = structure.names.get(weight.leaf.path, weight.leaf.path)
     # In a loop around the gradient all of it is sent in every turn.
-    turns = structure.graph.leaf(weight.leaf.path).turns
+    turns = structure.graph.leaves[structure.position[weight.leaf.path]].turns
     events = gradient_events(weight, setting)
     if turns > 1:
         events = ((op, axes, turns * size, purpose) for op, axes, size, purpose in events)

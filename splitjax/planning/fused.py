@@ -57,17 +57,17 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
 
 
 def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:
-    """Yields the dims of the weight of a product that its columns lie along. Those that `spec`, of its parameter,
-    leaves whole are left out where the product reads the parameter in its own shape: halves of each head, which rotary
-    positions ask for, lie together where heads are split."""
+    """Yields the dims of the weight of a product that its columns lie along. Where `spec`, of its parameter, splits
+    others, those that it leaves whole are left out, if the product reads the parameter in its own shape: halves of each
+    head, which rotary positions ask for, lie together where heads are split."""
     eqn = equation_at(draft.traced.jaxpr, use.site)
     if eqn is None or eqn.primitive.name != "dot_general":
         return
     contracted, batch = (kind[use.weight] for kind in eqn.params["dimension_numbers"])
     shape = eqn.invars[use.weight].aval.shape
-    is_own = shape == draft.graph.leaf(use.param).shape
+    is_split = shape == draft.graph.leaf(use.param).shape and any(spec)
     for dim in range(len(shape)):
-        if dim not in contracted and dim not in batch and (spec[dim] or not is_own):
+        if dim not in contracted and dim not in batch and (spec[dim] or not is_split):
             yield dim
 
 
@@ -82,12 +82,12 @@ def _counts(draft: Draft) -> dict[str, int]:
             if leaf.role == "param" and computed:
                 counts[leaf.path] = mesh.size(tuple(computed))
         return counts
-    kinds = param_kinds(graph)
+    kinds, of_batch = param_kinds(graph), set(draft.request.rules.batch_axes(mesh))
     for leaf in graph.params:
         rule = first_match(draft.request.rules.rules, leaf, kinds[leaf.path])
         axes = next(
             (mesh.meant(names) for each in (rule.shard if rule else ()) for ref, names in each if ref == _COLUMNS), ()
         )
-        if axes and not set(axes) & set(draft.request.rules.batch_axes(mesh)):
+        if axes and of_batch.isdisjoint(axes):
             counts[leaf.path] = mesh.size(axes)
     return counts

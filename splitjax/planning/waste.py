@@ -85,6 +85,8 @@ def _unfit(draft: Draft) -> PlanWarning | None:
         return None
     if request.pinned is not None:
         return next((warning for warning in request.pinned.warnings if warning.kind == "whole"), None)
+    if not draft.layout.unfit:
+        return None
     sizes = {leaf.path: leaf.size for leaf in graph.params if leaf.path in draft.layout.unfit}
     share = sum(sizes.values()) / max(sum(leaf.size for leaf in graph.params), 1)
     if share <= MAX_UNFIT:

@@ -205,7 +205,7 @@ def refused_roles(rules: RuleSet, mesh: MeshShape) -> Refusal | None:
             )
     batch_axes = rules.batch_axes(mesh)
     for rule in rules.rules:
-        apart = [axis for axis in mesh.meant(rule.store) if axis not in batch_axes]
+        apart = [axis for axis in mesh.meant(rule.store) if axis not in batch_axes] if rule.store else []
         if apart:
             return Refusal(
                 f"the rule stores weights over {' and '.join(apart)}, and the batch does not lie over it: its devices"

@@ -96,6 +96,10 @@ class _Work:
         """Returns the dims of a parameter whose class is chosen, each with the choice."""
         return {dim: self.chosen[label] for dim, label in self.hard(leaf).items() if label in self.chosen}
 
+    def cut(self, leaf: Leaf, dim: int, axes: Axes) -> str:
+        """Says which heads `axes` would cut through along a dim of a parameter; "" for none."""
+        return cut_through(self.graph, self.mesh, leaf, dim, axes) if self.graph.inside_heads else ""
+
 
 def decide(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin] | None = None) -> Decisions:
     """Decides the axes of every parameter dim, and says which rule decided.
@@ -229,8 +233,7 @@ def _tie(work: _Work, source: Leaf, source_dim: int, target: Leaf, choice: _Choi
     elif dim_text(source, source_dim) != EXPERT:  # the columns of a router, which are one for each expert
         dims = [dim for dim in dims if dim_text(target, dim) != EXPERT]
     for dim in dims:
-        cut = cut_through(work.graph, work.mesh, target, dim, choice.axes)
-        if not cut and _illegal(work, {hard[dim]: choice.axes}) is None:
+        if not work.cut(target, dim, choice.axes) and _illegal(work, {hard[dim]: choice.axes}) is None:
             work.chosen[hard[dim]] = choice
             return
 
@@ -242,7 +245,8 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     refusals: list[str] = []
     picked: dict[int, Axes] | None = None
     # Another dim would take the axis where a head is in its way, and every device's part of a sum with it.
-    whole = "" if rule is None else heads_in_the_way(work.graph, work.mesh, leaf, rule, given)
+    asks = rule is not None and bool(work.graph.inside_heads)
+    whole = heads_in_the_way(work.graph, work.mesh, leaf, rule, given) if asks else ""
     refusals += [whole] if whole else []
     for alternative in rule.shard if rule and not whole else ():
         fit = _fit(work, leaf, alternative, near)
@@ -349,7 +353,7 @@ def _refuse(
                 return f"{name} stays whole, as in {follow.path}"
     if not divides([work.graph.atom_sizes[atom] for atom in leaf.dims[dim]], work.mesh.size(axes)):
         return f"{sized_text(work.graph, leaf, dim)} does not divide by {axes_text(work.mesh, axes)}"
-    if ref != LARGEST and not isinstance(ref, int) and (cut := cut_through(work.graph, work.mesh, leaf, dim, axes)):
+    if ref != LARGEST and not isinstance(ref, int) and (cut := work.cut(leaf, dim, axes)):
         return cut
     if dim in given and given[dim].axes != axes:
         choice = given[dim]

@@ -105,10 +105,10 @@ class RuleSet:
         """Returns the axes of `mesh`, of a size above 1, over which the set lays the batch of replicated layers. Raises
         `MeshError` for an axis that the mesh lacks."""
         if self.replicated_batch == "all":
-            return mesh.present(mesh.names)
+            return tuple(axis for axis in mesh.sizes if axis in mesh.wide)
         named = (Role.DATA, Role.STORAGE) if self.replicated_batch == "data" else self.replicated_batch
         wanted = mesh.meant(tuple(map(str, named)))
-        return tuple(axis for axis in mesh.names if axis in wanted)
+        return tuple(axis for axis in mesh.sizes if axis in wanted)
 
     @property
     def batch_mode(self) -> str:

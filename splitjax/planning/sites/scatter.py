@@ -159,7 +159,7 @@ def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims
         if leaf.gradient is not None:
             why = "sharded state: a part of the gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
-        elif _shares_heads(graph, leaf, sharded):
+        elif graph.inside_heads and _shares_heads(graph, leaf, sharded):
             why = "heads that devices share: the whole gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
     return tuple(pins)

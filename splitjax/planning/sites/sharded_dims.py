@@ -46,7 +46,8 @@ class ShardedDims:
         def classes(with_optimizer: bool) -> dict[int, Axes]:
             by_label: dict[int, Axes] = {}
             for leaf, planned in zip(graph.leaves, leaves, strict=True):
-                if planned.is_state and (with_optimizer or planned.role != "optimizer"):
+                counts = planned.is_state and (with_optimizer or planned.role != "optimizer")
+                if counts and any(planned.spec):
                     for dim, entry, axes in zip(leaf.dims, planned.spec, planned.axes_by_dim, strict=False):
                         if dim and entry is not None:
                             label = graph.local[dim[0]]
