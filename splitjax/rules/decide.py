@@ -245,8 +245,9 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     refusals: list[str] = []
     picked: dict[int, Axes] | None = None
     # Another dim would take the axis where a head is in its way, and every device's part of a sum with it.
-    asks = rule is not None and bool(work.graph.inside_heads)
-    whole = heads_in_the_way(work.graph, work.mesh, leaf, rule, given) if asks else ""
+    whole = ""
+    if rule is not None and work.graph.inside_heads:
+        whole = heads_in_the_way(work.graph, work.mesh, leaf, rule, given)
     refusals += [whole] if whole else []
     for alternative in rule.shard if rule and not whole else ():
         fit = _fit(work, leaf, alternative, near)
