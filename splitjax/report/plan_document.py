@@ -10,8 +10,9 @@ from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import LeafPlan, Plan
 from splitjax.report.table import Row, collective_rows, memory_rows, peak_rows, splitting_axes, summary, table
 
-# Optimizer state that lies whole on every device is worth a line from this share of what a device holds on.
-_WORTH_SPLITTING = 0.05
+# Optimizer state that lies whole on every device is worth a line if it is more than one in so many bytes of what a
+# device holds. A whole number: bytes may be too many for a float.
+_WORTH_SPLITTING = 20
 
 
 def plan_document(plan: Plan) -> Document:
@@ -115,7 +116,7 @@ def _next(plan: Plan) -> str:
     held = _bytes(state, lambda leaf: leaf.bytes_per_device)
     everywhere = [leaf for leaf in state if leaf.role == "optimizer" and not leaf.axes]
     could_go = _bytes(everywhere, lambda leaf: leaf.bytes_per_device)
-    if plan.mesh.num_devices > 1 and could_go > _WORTH_SPLITTING * held:
+    if plan.mesh.num_devices > 1 and could_go * _WORTH_SPLITTING > held:
         text = f"shard_state=True: {bytes_text(could_go)} of optimizer state lie on every device alike"
         if not splitting_axes(plan):
             text += '; rules="fsdp" splits parameters too, and a mesh axis model the layers'
