@@ -16,6 +16,10 @@ _EQUINOX = "Equinox's own, a reduction to one flag over a vmap; reduce_or and re
 _OLD = "no function of the supported JAX releases makes it"
 _NEW = "only the newest of the supported JAX releases make it"
 
+_DEALING = (
+    "splitjax makes it of a slice of a fused weight's columns, and lowers it itself (tests/planning/test_fused.py)"
+)
+
 NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     dict.fromkeys("_branch _carry_back _carry_in _gradient _scan_in _scan_index _scan_out".split(), _OWN)
     | dict.fromkeys(
@@ -23,6 +27,7 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
         _PLACING,
     )
     | dict.fromkeys("create_token debug_callback debug_print".split(), _EFFECT)
+    | {"splitjax_deal": _DEALING}
     | dict.fromkeys(
         "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd"
         " dot_product_attention_fwd_wrapper scaled_matmul scaled_matmul_wrapper".split(),

@@ -16,6 +16,7 @@ _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/meshes",
             "docs/kernels",
             "docs/reports",
+            "docs/time",
             "docs/verify",
             "docs/troubleshooting",
         ),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from splitjax.cli import main
 
@@ -37,3 +38,4 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> Iterator[Callable[
     yield command
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()  # once begun, it is used whatever the settings say
