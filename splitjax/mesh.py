@@ -129,7 +129,7 @@ class MeshShape:
             remedy=f"name one of {', '.join(self.names)}, or add {axis!r} to the mesh",
         )
 
-    def local(self, shape: Sequence[int], spec: Sequence[str | Sequence[str] | None]) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int], spec: Sequence[str | Sequence[str] | None]) -> tuple[int, ...]:
         """Returns the shape of one device's part of an array of this `shape` that is split as `spec` says, rounded
         up."""
         return tuple(-(-size // self.size(entry)) for size, entry in zip(shape, spec, strict=True))

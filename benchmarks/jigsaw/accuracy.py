@@ -62,16 +62,10 @@ def ways() -> dict[str, Any]:
 def iterations_to(trainer: Trainer, rate: float, seed: int, wanted: float, most_steps: int) -> float:
     """Trains from the seed's parameters until the share `wanted` of the test images is classified rightly. Returns the
     number of steps, a multiple of `EVERY`; infinity where `most_steps` are not enough."""
-    import numpy as np
-
     trainer.step.resume(None)  # the assignment of depths from its beginning
-    state, order, random = trainer.state(start(trainer.task, seed), rate), [], np.random.RandomState(seed)
-    images, labels = trainer.task.train
-    for number in range(1, most_steps + 1):
-        if len(order) < BATCH:
-            order = list(random.permutation(len(labels)))
-        rows, order = order[:BATCH], order[BATCH:]
-        state, loss = trainer.step(state, {"image": images[rows], "label": labels[rows]})
+    state = trainer.state(start(trainer.task, seed), rate)
+    for number, batch in zip(range(1, most_steps + 1), trainer.batches(seed)):
+        state, loss = trainer.step(state, batch)
         if number % EVERY == 0:
             if not math.isfinite(float(loss)):
                 return math.inf

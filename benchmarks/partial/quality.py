@@ -13,7 +13,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 NUM_WORKERS, BATCH = 4, 64
@@ -156,25 +156,30 @@ class Trainer:
 
     def cost(self, params: Any) -> float:
         """Device time over that of full backpropagation with the whole batch."""
-        planned = self.step.plan(self.state(params, 0.1), self._batch(0, [0] * self.batch)).partial
+        planned = self.step.plan(self.state(params, 0.1), next(self.batches(0))).partial
         return self.batch / BATCH * (1.0 if planned is None else planned.device_time)
 
-    def _batch(self, seed: int, rows: Any, labels: Any = None) -> Any:
-        images, own = self.task.train
-        return {"image": images[rows], "label": (own if labels is None else labels)[rows]}
-
-    def run(self, params: Any, rate: float, seed: int, num_steps: int, labels: Any = None) -> tuple[Run, Any]:
-        """Trains from `params`. Every variant's first `batch` examples of a step are the same."""
+    def batches(self, seed: int, labels: Any = None) -> Iterator[dict[str, Any]]:
+        """Batches of the training images, in an order drawn by the seed, without end; of an epoch's last images those
+        that are no whole batch are left out. The first `batch` examples of a step are the same for every variant.
+        `labels`: others than the task's."""
         import numpy as np
 
-        step, state, curve = self.step, self.state(params, rate), []
+        images, own = self.task.train
+        labels = own if labels is None else labels
         order, random = [], np.random.RandomState(seed)
-        labels = self.task.train[1] if labels is None else labels
-        for number in range(num_steps):
+        while True:
             if len(order) < BATCH:
                 order = list(random.permutation(len(labels)))
             rows, order = order[:BATCH][: self.batch], order[BATCH:]
-            state, _ = step(state, self._batch(seed, rows, labels))
+            yield {"image": images[rows], "label": labels[rows]}
+
+    def run(self, params: Any, rate: float, seed: int, num_steps: int, labels: Any = None) -> tuple[Run, Any]:
+        """Trains from `params`."""
+        step, state, curve = self.step, self.state(params, rate), []
+        labels = self.task.train[1] if labels is None else labels
+        for number, batch in zip(range(num_steps), self.batches(seed, labels)):
+            state, _ = step(state, batch)
             if number % CURVE_STEPS == CURVE_STEPS - 1:
                 curve.append(
                     (number + 1, float(self.evaluate(state["params"], self.task.train[0][:1024], labels[:1024])[0]))

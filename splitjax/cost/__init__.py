@@ -5,14 +5,13 @@ a step, and the bytes that it holds, come out. It is arithmetic on shapes: nothi
 so that plans can be compared before any of them runs.
 """
 
-from splitjax.cost.memory import flowing_memory, predict_memory
+from splitjax.cost.memory import predict_memory
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_collectives, predict_step, replaced
 
 __all__ = [
     "LaidOutStep",
     "Manner",
     "Prediction",
-    "flowing_memory",
     "predict_collectives",
     "predict_memory",
     "predict_step",

@@ -123,13 +123,20 @@ class Draft:
     ways: StepWays | None = None
 
     @classmethod
-    def of(cls, traced: Traced, mesh: Mesh | AbstractMesh, request: PlanRequest, chooser: WayChooser) -> Draft:
-        """Returns the draft of a step about which nothing is decided. Raises `MeshError` for a role of an axis that the
-        mesh lacks."""
+    def of(
+        cls,
+        traced: Traced,
+        mesh: Mesh | AbstractMesh,
+        request: PlanRequest,
+        chooser: WayChooser,
+        simulator: Callable[[Draft], Memory] | None = None,
+    ) -> Draft:
+        """Returns the draft of a step about which nothing is decided; the arguments are its attributes. Raises
+        `MeshError` for a role of an axis that the mesh lacks."""
         shape, pinned, said = MeshShape.of(mesh), request.pinned, request.roles
         if pinned is not None and not said:
             said = {axis: role for axis, role in pinned.mesh.said if axis in shape.names}
-        return cls(traced, mesh, request, chooser, shape.with_roles(said))
+        return cls(traced, mesh, request, chooser, shape.with_roles(said), simulator)
 
     @property
     def graph(self) -> Graph:

@@ -55,7 +55,7 @@ def draft_step(
     is given drafts whose layout and crossing are decided.
 
     Raises what the passes raise: typed errors that name value, place and remedy."""
-    return _through(LAYOUT, dataclasses.replace(Draft.of(traced, mesh, request, chooser), simulator=simulator))
+    return _through(LAYOUT, Draft.of(traced, mesh, request, chooser, simulator))
 
 
 def completed(draft: Draft) -> Draft:

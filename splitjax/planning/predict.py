@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
-from splitjax.cost import LaidOutStep, Manner, Prediction, flowing_memory, predict_step, replaced
+from splitjax.cost import LaidOutStep, Manner, Prediction, predict_memory, predict_step, replaced
 from splitjax.plan import Collective, LeafPlan, Memory, PartialPlan, Plan, Spec, SyncPlan
 from splitjax.planning.draft import Draft
 from splitjax.planning.partial_plan import PartialCosts, PartialExchange
@@ -177,9 +177,15 @@ def dense_prediction(draft: Draft) -> Prediction:
 def memory_of(draft: Draft) -> Memory:
     """Returns the memory that the step takes under the decisions of a `draft` so far, the flows among them; nothing
     that is sent is predicted for it."""
-    layout, by_rows = draft.layout, row_bytes_of(draft.tables)
-    return flowing_memory(
-        draft.graph, layout.leaves, draft.flows, draft.shape, layout.batch_axes, draft.group_comm, by_rows
+    layout = draft.layout
+    return predict_memory(
+        draft.graph,
+        layout.leaves,
+        draft.flows,
+        draft.shape,
+        layout.batch_axes,
+        group_comm=draft.group_comm,
+        by_rows=row_bytes_of(draft.tables),
     )
 
 

@@ -368,4 +368,4 @@ def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> 
 def bytes_per_device(leaf: Leaf, spec: Spec, mesh: MeshShape) -> int:
     """Returns the bytes of one device's part of an array on `mesh` (parts rounded up); `leaf` is split as `spec`
     says."""
-    return leaf.itemsize * math.prod(mesh.local(leaf.shape, spec)) if any(spec) else leaf.num_bytes
+    return leaf.itemsize * math.prod(mesh.local_shape(leaf.shape, spec)) if any(spec) else leaf.num_bytes

@@ -7,11 +7,10 @@ of a layout is compared by: it takes milliseconds, and takes all arrays to live 
 from splitjax.cost.memory.terms import (
     LeafBytes,
     bytes_by_leaf,
-    flowing_memory,
     leaf_bytes,
     predict_memory,
     total_memory,
     use_bytes,
 )
 
-__all__ = ["LeafBytes", "bytes_by_leaf", "flowing_memory", "leaf_bytes", "predict_memory", "total_memory", "use_bytes"]
+__all__ = ["LeafBytes", "bytes_by_leaf", "leaf_bytes", "predict_memory", "total_memory", "use_bytes"]

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from splitjax.cost.flow import WeightFlow, flows
+from splitjax.cost.flow import WeightFlow
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Memory
 from splitjax.trace.graph import Graph
@@ -21,9 +21,9 @@ from splitjax.trace.graph import Graph
 def predict_memory(
     graph: Graph,
     leaves: Sequence[LeafPlan],
+    chain: Sequence[WeightFlow],
     mesh: MeshShape,
     batch_axes: Sequence[str],
-    replicated_batch: str = "all",
     *,
     group_comm: str = "gather",
     by_rows: Mapping[str, int] = MappingProxyType({}),
@@ -34,8 +34,8 @@ def predict_memory(
 
     - `graph`: the traced step: its activations for the whole batch, its uses of weights.
     - `leaves`: the layout of every leaf; `bytes_per_device` must be set.
+    - `chain`: the flows of all uses of weights under that layout (`cost.flow.flows`).
     - `mesh`: the shape of the mesh. `batch_axes`: its axes over which batch arguments are split.
-    - `replicated_batch`: as for `predict_collectives`; it says which weights stay split over axes that split the batch.
     - `group_comm`: `gather`, `turns` or `modulo`; in turns a split layer sees the examples of one turn at a time.
     - `by_rows`: for tables whose gradients are rows, path -> the bytes that a device has of these rows; they take the
       gradient's place.
@@ -53,20 +53,6 @@ def predict_memory(
       is sent; in turns also the largest of a split layer, before it is added to those of earlier turns. XLA may reach
       less by consuming gradients as they come.
     """
-    chain = flows(graph, leaves, mesh, batch_axes, replicated_batch)
-    return flowing_memory(graph, leaves, chain, mesh, batch_axes, group_comm, by_rows)
-
-
-def flowing_memory(
-    graph: Graph,
-    leaves: Sequence[LeafPlan],
-    chain: Sequence[WeightFlow],
-    mesh: MeshShape,
-    batch_axes: Sequence[str],
-    group_comm: str,
-    by_rows: Mapping[str, int],
-) -> Memory:
-    """Predicts what `predict_memory` does, where the flows of all uses under the layout, `chain`, are known."""
     return total_memory(
         bytes_by_leaf(leaves, mesh, group_comm, by_rows),
         [use_bytes(flow, mesh, group_comm) for flow in chain],
