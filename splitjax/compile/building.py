@@ -55,8 +55,11 @@ def begin(
         traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
         draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     products, fused = fused_products(draft)
-    if products:
-        draft = draft_step(with_dealt(traced, products), inside_mesh(mesh), request, CHOOSER, simulator)
+    while products:
+        # A product behind a dealt one may be laid out by columns in this draft alone, and is found in it then.
+        traced = with_dealt(traced, products)
+        draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
+        products, fused = fused_products(draft)
     notes = [*fused] if inside_mesh(mesh) is mesh else [*fused, *_about_types(mesh, traced)]
     return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
 

@@ -33,8 +33,11 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
     found: dict[tuple[int, ...], FusedProduct] = {}
     rounds: list[list[tuple[Use, int]]] = []
     specs = {leaf.path: leaf.spec for leaf in draft.layout.leaves if leaf.path in counts}
+    # A backward pass that plain `jax.grad` has traced would read other shares than such a forward pass leaves.
+    is_traced = any(use.backward for use in draft.graph.uses)
     for use in draft.graph.uses:
-        if use.param in counts and use.in_boundary and use.editable and not use.backward and use.data is not None:
+        is_forward = use.data is not None and not use.backward and (use.in_boundary or not is_traced)
+        if use.param in counts and use.editable and is_forward:
             for number, dim in enumerate(_columns(draft, use, specs[use.param])):
                 rounds += [[]] if number == len(rounds) else []
                 rounds[number].append((use, dim))
@@ -67,7 +70,7 @@ def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:
     shape = eqn.invars[use.weight].aval.shape
     is_split = shape == draft.graph.leaf(use.param).shape and any(spec)
     for dim in range(len(shape)):
-        if dim not in contracted and dim not in batch and (spec[dim] or not is_split):
+        if dim not in contracted and dim not in batch and (not is_split or spec[dim]):
             yield dim
 
 

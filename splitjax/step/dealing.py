@@ -20,6 +20,7 @@ import jax
 from splitjax import _compat
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
+from splitjax.primitives.dealt import DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
 from splitjax.step.dealt_values import Acting, Dealt, FusedProduct, as_array
@@ -44,14 +45,14 @@ class Parts:
 
 def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, int]]) -> list[Parts | None]:
     """Returns, for each of the `products`, the parts into which its result is cut along a dim of its weight; None where
-    it is not cut, or is used otherwise than in parts.
+    it is not cut, is used otherwise than in parts, or has its weight dealt out already.
 
     **Arguments:** `jaxpr`: the step. `products`: by site, position of the weight, and its dim; a site stands there
     once."""
     by_body: dict[Site, dict[Site, FusedProduct]] = {}
     for site, weight, dim in products:
         eqn = equation_at(jaxpr, site)
-        if eqn is not None and eqn.primitive.name == "dot_general":
+        if eqn is not None and eqn.primitive.name == "dot_general" and not _is_dealt(jaxpr, site, eqn.invars[weight]):
             at = _body_around(jaxpr, site)
             target = FusedProduct(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), 1)
             by_body.setdefault(site[:at], {})[target.site] = target
@@ -81,6 +82,12 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
     for prefix, targets in by_body.items():
         jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
     return jaxpr
+
+
+def _is_dealt(jaxpr: Any, site: Site, weight: Any) -> bool:
+    """Tells whether `weight`, a variable that the equation at `site` reads, is a weight that was dealt out before."""
+    body = _compat.open_jaxpr(_body_at(jaxpr, site[:-1]))[0]
+    return any(eqn.primitive.name == DEAL and weight in eqn.outvars for eqn in body.eqns[: site[-1]])
 
 
 def _body_around(jaxpr: Any, site: Site) -> int:

@@ -106,6 +106,53 @@ def test_fused_weights_compile_to_the_exchanges_of_separate_ones(form, mesh, opt
     assert len(said) == (0 if form == "separate" else 3)
 
 
+def block(params, batch):
+    """A block of a transformer, whose second half reads the first one's sum with the residual stream."""
+    parts = jnp.split(batch["x"] @ params["qkv"] + params["bias"], 3, -1)
+    q, k, v = (part.reshape(*part.shape[:-1], HEADS, SIZE) for part in parts)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), -1)
+    attended = jnp.einsum("bhts,bshd->bthd", weights, v).reshape(batch["x"].shape)
+    x = batch["x"] + attended @ params["o"]
+    gate, up = jnp.split(x @ params["mlp"], 2, -1)
+    return jnp.mean((x + (jax.nn.silu(gate) * up) @ params["down"] - batch["y"]) ** 2)
+
+
+def block_step(params, batch):
+    value, grads = splitjax.value_and_grad(block)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def test_a_fused_weight_behind_another_is_dealt_out_too_also_where_the_step_is_evaluated():
+    with jax.enable_x64(True):
+        params, batch = parameters("split"), examples()
+        parallel = splitjax.parallelize(block_step, mesh=TWO, rules="megatron", donate=False)
+        evaluated = parallel.like(block)
+        found, expected = parallel(params, batch), jax.jit(block_step)(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, (found, evaluated(params, batch)), (expected, expected[1]))
+        plans = [decorated.plan(params, batch) for decorated in (parallel, evaluated)]
+        reports = [decorated.report(params, batch) for decorated in (parallel, evaluated)]
+        pinned = splitjax.parallelize(block_step, mesh=TWO, plan=plans[0]).plan(params, batch)
+    for plan, report in zip(plans, reports, strict=True):
+        assert [one for one in report.unplanned if one.compiled.shape] == [] and report.missing == ()
+        assert len([note for note in plan.notes if "dealt out over tensor" in note]) == 3
+    assert pinned.collectives == plans[0].collectives
+
+
+def test_a_fused_weight_that_is_reshaped_before_its_product_is_planned():
+    def of(params, batch):
+        gate, up = jnp.einsum("btd,dph->pbth", batch["x"], params["mlp"].reshape(WIDTH, 2, HIDDEN))
+        return jnp.mean(((jax.nn.silu(gate) * up) @ params["down"] - batch["y"]) ** 2)
+
+    def train(params, batch):
+        value, grads = splitjax.value_and_grad(of)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {name: leaf for name, leaf in parameters("split").items() if name in ("mlp", "down")}
+    plan = splitjax.parallelize(train, mesh=TWO, rules="megatron").plan(params, examples())
+    assert {leaf.path: leaf.spec for leaf in plan.leaves}["mlp"] == (None, "tensor")
+
+
 @pytest.mark.parametrize(("sizes", "num"), [((32, 32, 32), 4), ((64, 16, 16), 2), ((12, 12), 6), ((40, 8, 8), 8)])
 def test_moves_deal_every_column_out_in_rounds_of_one_unit(sizes, num):
     moves, held, columns = find_moves(sizes, num), sum(sizes) // num, np.arange(sum(sizes))
