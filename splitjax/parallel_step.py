@@ -191,7 +191,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         in all, and by operation and collective, with what of these goes on while the devices compute.
 
         **Arguments:** `on`: the machine: what `splitjax calibrate` wrote (a `Calibration`, or the path of its file), or
-        a target (`"tpu:v5e:4x4"`), whose published peaks give a lower bound.
+        a target (`"tpu:v5e:4x4"`), whose published peaks make it a lower bound rather than an estimate (docs/time.md).
 
         Raises `CalibrationError` and `TargetError` for what is no machine for this mesh, `UnavailableError` where
         workers run programs of their own (docs/reports.md)."""

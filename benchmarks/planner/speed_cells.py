@@ -56,16 +56,12 @@ def every_cell(where: str = "one process") -> list[SpeedCell]:
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """What steps of a cell took: `seconds` of each, by the clock; `halves`: those of its first and second half of the
-    rounds, as `typical` says; `cores`: how busy the machine was with other work meanwhile."""
+    rounds, counted as `splitjax calibrate` counts (`timing.typical`); `others`: the load average of the machine
+    meanwhile, this run included."""
 
     seconds: float
     halves: tuple[float, float]
     others: float
-
-
-def typical(seconds: list[float]) -> float:
-    """The slowest of the fastest third, as `splitjax calibrate` counts: other work on the machine only ever adds."""
-    return sorted(seconds)[(len(seconds) - 1) // 3]
 
 
 def made(cell: SpeedCell) -> tuple[Any, Any, Any]:
@@ -95,7 +91,7 @@ def run(cell: SpeedCell, rounds: int, processor: bool) -> Measured:
     import jax.numpy as jnp
     import numpy as np
 
-    from splitjax.measure.calibrating.timing import num_cores
+    from splitjax.measure.calibrating.timing import num_cores, typical
 
     step, init, shapes = made(cell)
     state = step.init(init, jax.random.key(0), example=(shapes,))

@@ -22,7 +22,7 @@ class ShowPlan(ModelCommand):
 
     target: str | None = None
     """Predict how long a step takes too: on a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, whose
-    published peaks give a lower bound, or by a file that `splitjax calibrate` wrote."""
+    published peaks make it a lower bound, or by a file that `splitjax calibrate` wrote."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""

@@ -27,9 +27,9 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
     **Arguments:** `recipe`: the step. `entry`: a signature of it. `on`: the machine: a calibration or the path of its
     file, or a target or its text.
 
-    Raises `CalibrationError` for what is no machine, for a file that cannot be read and for a calibration of another
-    number of devices, `TargetError` for a target that does not fit the mesh, `UnavailableError` for a step that runs as
-    several programs, one a worker."""
+    Raises `CalibrationError` for what is no machine and for a file that cannot be read, `TargetError` for a target
+    that does not fit the mesh, `UnavailableError` for a step that runs as several programs, one a worker. A calibration
+    of another number of devices is taken as it is: the mesh may be larger than what could be measured."""
     mesh = entry.plan.mesh
     sizes = {axis: mesh.size((axis,)) for axis in mesh.names}
     machine = _machine(on, sizes, f"{recipe.name}.time(on=)")

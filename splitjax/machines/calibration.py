@@ -54,6 +54,12 @@ class OperationKind(enum.Enum):
     RANDOM = "random"
     SORT = "sort"
 
+    @property
+    def counts_flops(self) -> bool:
+        """Whether sizes are flops."""
+        kind = OperationKind
+        return self in (kind.PRODUCT, kind.WEIGHT_GRADIENT, kind.CONVOLUTION, kind.FILTER_GRADIENT)
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -128,8 +134,9 @@ class Calibration:
       seconds hold for steps that use all of them; virtual CPU devices share their cores.
     - `clock`: `wall`, or `processor`: processor time over the cores that the devices use, where other work on the
       machine would disturb the wall's.
-    - `call_seconds`: of a call of a compiled program that does nothing, and `node_seconds`: what each kernel of a
-      program takes beside its work.
+    - `call_seconds`: of a call of a compiled program that does nothing, which predictions add to every step.
+    - `node_seconds`: of the smallest kernel within a program. It is for readers: predictions do not use it, since the
+      times of `curves` have it in them.
     - `curves`: of operations. `collectives`: of collectives.
     """
 
@@ -205,7 +212,7 @@ class Calibration:
         runs = f"{self.num_processes} process{'es' * (self.num_processes > 1)} x {self.devices_per_process}"
         lines = [
             f"{self.platform} ({self.device}), {runs} devices, {self.clock} time, {self.date}",
-            f"a call {_micro(self.call_seconds)}, a kernel {_micro(self.node_seconds)} beside its work",
+            f"a call {_micro(self.call_seconds)}, the smallest kernel {_micro(self.node_seconds)}",
         ]
         for curve in self.curves:
             rates = [point.size / point.seconds for point in curve.points]

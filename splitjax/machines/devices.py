@@ -23,7 +23,7 @@ class DeviceKind:
     - `fast_memory_bytes`: of the memory that a program manages on the chip: a TPU's VMEM, a GPU's shared memory.
     - `devices_per_host`: in the vendor's own systems.
     - `fabric`: how devices are joined.
-    - `sources`: where the figures are published.
+    - `sources`: where the figures were read; of those of the shipped kinds that were not, it is said there.
     """
 
     name: str

@@ -1,10 +1,17 @@
 """Holds the kinds of devices that are shipped, with the figures that their vendors publish.
 
+The figures of TPUs were read on Google's pages and in the scaling book, and the networks of H100, H200 and B200 hosts
+on NVIDIA's. All other figures of GPUs were compared with copies of NVIDIA's data sheets on pages of others, which
+`sources` name (`COPY`); NVIDIA's own sheets were not read. What was found nowhere says so (`UNCHECKED`).
+
 Peaks are those of dense products (vendors print twice as much for 2:4 sparse ones). Those of float32 are what JAX's
-default precision computes with: bfloat16 on TPU, TF32 on GPU (`jax.lax.Precision`). GB and TB are powers of ten.
+default precision computes with: bfloat16 on TPU, TF32 on GPU (`jax.lax.Precision`). Where pages of a vendor differ, the
+faster figure is here, since times on these machines are meant as lower bounds. GB and TB are powers of ten; of a TPU
+what Google calls GB of memory are GiB.
+
 Latencies of a TPU's links are those that the scaling book reckons with; of NVLink and of networks between GPU hosts
-those of NCCL's own model (ring algorithm, simple protocol). No latency between TPU slices is published: it is assumed
-to be that of the network between GPU hosts.
+those of NCCL's own model (ring algorithm, simple protocol; its protocols for small messages are faster). No latency
+between TPU slices is published: it is assumed to be that of the network between GPU hosts.
 """
 
 from __future__ import annotations
@@ -17,6 +24,12 @@ SCALING_BOOK = (
 )
 PALLAS = "jax/_src/pallas/mosaic/tpu_info.py of jax 0.10.2 (VMEM)"
 NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (latencies)"
+COPY = "copy of the vendor's figures"
+UNCHECKED = "not checked against the vendor's page"
+DGX = (
+    "https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/"
+    "core-components.html (eight 400 Gb/s networks a host)"
+)
 
 _GB, _TB, _MIB, _GIB = 10**9, 10**12, 2**20, 2**30
 _TERA = 1e12
@@ -43,14 +56,14 @@ TPU_V5E = register_device(
         fast_memory_bytes=128 * _MIB,
         devices_per_host=8,
         fabric=_torus(50e9, 25e9, num_dims=2, wraps_every=16),
-        sources=("https://cloud.google.com/tpu/docs/v5e", SCALING_BOOK, PALLAS),
+        sources=("https://docs.cloud.google.com/tpu/docs/v5e", SCALING_BOOK, PALLAS),
     )
 )
 TPU_V5P = register_device(
     DeviceKind(
         name="tpu:v5p",
         platform="tpu",
-        peak_flops=(("bfloat16", 459 * _TERA), ("int8", 918 * _TERA)),
+        peak_flops=(("bfloat16", 459 * _TERA), ("int8", 918 * _TERA)),  # int8: scaling book
         memory_bytes=95 * _GIB,
         memory_bytes_per_second=2765 * _GB,
         fast_memory_bytes=128 * _MIB,  # 64 MiB for each of two cores
@@ -65,11 +78,11 @@ TPU_V6E = register_device(
         platform="tpu",
         peak_flops=(("bfloat16", 918 * _TERA), ("int8", 1836 * _TERA)),
         memory_bytes=32 * _GIB,
-        memory_bytes_per_second=1640 * _GB,
+        memory_bytes_per_second=1638 * _GB,
         fast_memory_bytes=128 * _MIB,
         devices_per_host=8,
         fabric=_torus(100e9, 100e9, num_dims=2, wraps_every=16),
-        sources=("https://cloud.google.com/tpu/docs/v6e", SCALING_BOOK, PALLAS),
+        sources=("https://docs.cloud.google.com/tpu/docs/v6e", SCALING_BOOK, PALLAS),
     )
 )
 GPU_A100 = register_device(
@@ -89,10 +102,9 @@ GPU_A100 = register_device(
         devices_per_host=8,
         fabric=_switch(300e9, 200e9),
         sources=(
-            "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-            "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM, 80 GB)",
-            "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf",
-            "https://docs.nvidia.com/dgx/dgxa100-user-guide/ (eight 200 Gb/s networks a host)",
+            f"https://glennklockwood.com/garden/processors/A100 ({COPY}, SXM 80 GB: peaks, memory, NVLink, 108 SMs)",
+            f"https://docs.nvidia.com/cuda/ampere-tuning-guide/ (shared memory; {UNCHECKED})",
+            f"https://docs.nvidia.com/dgx/dgxa100-user-guide/ (eight 200 Gb/s networks a host; {UNCHECKED})",
             NCCL,
         ),
     )
@@ -117,9 +129,9 @@ GPU_H100 = register_device(
         devices_per_host=8,
         fabric=_switch(450e9, 400e9),
         sources=(
-            "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
-            "https://docs.nvidia.com/cuda/hopper-tuning-guide/ (shared memory)",
-            "https://docs.nvidia.com/dgx/dgxh100-user-guide/ (eight 400 Gb/s networks a host)",
+            f"https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html ({COPY}, SXM: peaks are half of the sparse"
+            " where it says so, shared memory)",
+            DGX,
             NCCL,
         ),
     )
@@ -135,9 +147,9 @@ GPU_H200 = register_device(
         devices_per_host=8,
         fabric=_switch(450e9, 400e9),
         sources=(
-            "https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
-            "https://docs.nvidia.com/cuda/hopper-tuning-guide/ (shared memory)",
-            "https://docs.nvidia.com/dgx/dgxh100-user-guide/ (eight 400 Gb/s networks a host)",
+            f"https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html ({COPY}, SXM, as H100 but memory)",
+            f"https://docs.nvidia.com/cuda/hopper-tuning-guide/ (shared memory, as H100; {UNCHECKED})",
+            DGX,
             NCCL,
         ),
     )
@@ -161,9 +173,12 @@ GPU_B200 = register_device(
         devices_per_host=8,
         fabric=_switch(900e9, 400e9),
         sources=(
-            "https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, a host's figures over eight)",
-            "https://www.nvidia.com/en-us/data-center/dgx-b200/ (memory, eight 400 Gb/s networks a host)",
-            "https://docs.nvidia.com/cuda/blackwell-tuning-guide/ (shared memory)",
+            f"https://zdszero.github.io/Computer/Artificial_Intelligence/Hardware.html ({COPY}, HGX B200: peaks are"
+            " half of the sparse; NVLink, memory)",
+            f"https://brent-newsom-nvidia.github.io/AIPS-Boom/wiki/NVIDIA-DGX-B200 ({COPY}: 64 TB/s of eight)",
+            f"https://hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100 ({COPY}: 148 SMs, 1.13 PFLOPS of TF32)",
+            f"https://docs.nvidia.com/cuda/blackwell-tuning-guide/ (shared memory; {UNCHECKED})",
+            DGX,
             NCCL,
         ),
     )

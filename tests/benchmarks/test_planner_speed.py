@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner.speed import lines_of, rank_correlation, summary
-from benchmarks.planner.speed_cells import LINKS, every_cell, typical
+from benchmarks.planner.speed_cells import LINKS, every_cell
 
 
 def test_ranks():
     assert rank_correlation([(1, 10), (2, 20), (3, 30)]) == 1
     assert rank_correlation([(1, 30), (2, 20), (3, 10)]) == -1
     assert rank_correlation([(1, 10), (2, 30), (3, 20), (4, 40)]) == pytest.approx(0.8)
-
-
-def test_other_work_only_adds():
-    assert typical([5.0, 1.0, 1.1, 9.0, 2.0, 1.2, 7.0]) == 1.2
 
 
 def cell(name, predicted, measured, held_out=True, **more):

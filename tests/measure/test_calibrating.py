@@ -11,7 +11,7 @@ from splitjax.machines.calibration import Calibration, OperationKind
 from splitjax.measure.calibrating import calibrate
 from splitjax.measure.calibrating.collectives import _powers, _turns, fit
 from splitjax.measure.calibrating.operations import probes
-from splitjax.measure.calibrating.timing import Timer
+from splitjax.measure.calibrating.timing import Timer, turns_alone, typical
 
 
 def test_a_line_is_found_again():
@@ -37,11 +37,18 @@ def test_every_kind_of_operation_is_measured():
         assert probe.narrow == min(*probe.arrays[0].shape, probe.arrays[1].shape[1])
 
 
+def test_other_work_does_not_make_turns_free():
+    # Turns take 3 ms and a call 1 ms; other work fell into a call without turns, and into one with them.
+    assert turns_alone([(4.0, 1.0), (4.0, 9.0), (4.0, 9.0), (8.0, 1.0)]) == 3.0
+    assert typical([5.0, 1.0, 1.1, 9.0, 2.0, 1.2, 7.0]) == 1.2 and typical([7.0]) == 7.0
+
+
 def test_turns_of_all_devices_are_timed():
-    timer = Timer(tuple(jax.devices()), "processor", enough_seconds=2e-3, rounds=3)
-    arrays = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
-    whole, part = (timer.seconds(turn, arrays) for turn in (lambda x, y: x @ y, lambda x, y: x[:16] @ y))
-    assert whole > 3 * part > 0  # sixteen times the work
+    timer = Timer(tuple(jax.devices()), "processor", enough_seconds=5e-3, rounds=6)
+    arrays = (jax.ShapeDtypeStruct((512, 512), jnp.float32),) * 2
+    turns = (lambda x, y: x @ y, lambda x, y: x[:8] @ y)
+    whole, part = (timer.seconds(turn, arrays, cold=False) for turn in turns)
+    assert whole > 3 * part > 0  # sixty-four times the work
     size = len(jax.devices())
     turn, sent = _turns(size)["all_gather"]
     message = (jax.ShapeDtypeStruct((size,), jnp.float32),)

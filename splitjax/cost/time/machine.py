@@ -11,13 +11,6 @@ from splitjax.machines.calibration import Calibration, OperationKind
 from splitjax.machines.routes import Route, routes
 from splitjax.machines.targets import Target
 
-_COUNTED_IN_FLOPS = (
-    OperationKind.PRODUCT,
-    OperationKind.WEIGHT_GRADIENT,
-    OperationKind.CONVOLUTION,
-    OperationKind.FILTER_GRADIENT,
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -26,8 +19,8 @@ class Machine:
     **Attributes:**
 
     - `sizes`: of the mesh axes, in the mesh's order.
-    - `calibration`: what was measured of it; None for a machine that is known by its vendor's figures alone, at whose
-      peaks nothing runs: times are then lower bounds.
+    - `calibration`: what was measured of it; None for a machine that is known by its vendor's figures alone. Nothing
+      runs at these peaks, so that times are meant as lower bounds; no device has been measured to see whether they are.
     - `target`: the machine that is not here; None for the one that was measured.
     - `routes`: by mesh axis, what carries it; empty for a measured one.
     - `overlaps`: whether collectives go on while the device computes.
@@ -69,7 +62,7 @@ class Machine:
 
     def _measured(self, calibration: Calibration, load: Load, task: Task) -> float:
         seconds = calibration.seconds(load.kind, load.size, load.narrow, task.dtype)
-        if load.kind in _COUNTED_IN_FLOPS or load.kind in (OperationKind.ROW_SUM, OperationKind.COLUMN_SUM):
+        if load.kind.counts_flops or load.kind in (OperationKind.ROW_SUM, OperationKind.COLUMN_SUM):
             # What is small in flops may still have to come from memory.
             moved = calibration.seconds(OperationKind.ELEMENTWISE, task.num_bytes / task.repeats)
             return max(seconds, moved)

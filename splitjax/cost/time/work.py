@@ -182,12 +182,12 @@ class _Reader:
         many = math.prod(left[dim] for dim in batch)
         rows = math.prod(size for dim, size in enumerate(left) if dim not in contracted and dim not in batch)
         columns = max(math.prod(out) // max(many * rows, 1), 1)
-        one = 2.0 * inner * rows * columns
+        flops = 2.0 * inner * rows * columns
         # Leading dims of both operands are the examples, which the gradient of a weight sums over.
         summed = list(range(len(contracted)))
         is_gradient = sorted(contracted) == summed == sorted(over) and len(left) > len(summed)
         kind = OperationKind.WEIGHT_GRADIENT if is_gradient else OperationKind.PRODUCT
-        return many, many * one, Load(kind, one, min(inner, rows, columns))
+        return many, many * flops, Load(kind, flops, min(inner, rows, columns))
 
     def convolution(self, node: Node) -> tuple[float, Load]:
         numbers = node.params["dimension_numbers"]

@@ -7,6 +7,7 @@ figures of a kind count the way `machines.calibration.OperationKind` says, and t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,20 +36,9 @@ class Probe:
 def probes(most_elements: int = 1 << 21, most_flops: float = 2.0**31) -> Iterator[Probe]:
     """Yields the operations to be timed; none with more than `most_elements` in an array or `most_flops` flops."""
     for probe in (*_products(), *_convolutions(), *_elementwise(), *_sums(), *_windows(), *_rows(), *_others()):
-        elements = max(_elements(array) for array in probe.arrays)
-        counts_flops = probe.kind in (
-            OperationKind.PRODUCT, OperationKind.WEIGHT_GRADIENT, OperationKind.CONVOLUTION,
-            OperationKind.FILTER_GRADIENT,
-        )  # fmt: skip
-        if elements <= most_elements and (not counts_flops or probe.size <= most_flops):
+        elements = max(math.prod(array.shape) for array in probe.arrays)
+        if elements <= most_elements and (not probe.kind.counts_flops or probe.size <= most_flops):
             yield probe
-
-
-def _elements(array: Any) -> int:
-    count = 1
-    for size in array.shape:
-        count *= size
-    return count
 
 
 def _f32(*shape: int) -> Any:

@@ -25,6 +25,7 @@ from splitjax.sync.link import of_process_0
 Clock = Literal["wall", "processor"]
 AXES = ("apart", "group")
 _MOST_TURNS = 1 << 20
+_LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
 # Arrays up to the first size are timed again and again; of larger ones so many sets that they have the second in all.
 _WARM_BYTES, _COLD_BYTES, _MOST_SETS = 1 << 18, 24 << 20, 12
 
@@ -37,8 +38,7 @@ class Timer:
 
     - `devices`: all of the run, those of a process together.
     - `clock`: `wall`, or `processor`, which other work on the machine disturbs less, and which sees no waiting.
-    - `enough_seconds`: how long a round lasts at least. `rounds`: how many there are; the fastest third of them counts,
-      by its slowest round, since other work only ever adds.
+    - `enough_seconds`: how long a round should last. `rounds`: how many there are; they count as `typical` says.
     """
 
     devices: tuple[Any, ...]
@@ -98,9 +98,13 @@ class Timer:
                 break
             grown = math.ceil(num_turns * min(16.0, 1.3 * self.enough_seconds / max(taken, 1e-6)))
             num_turns = max(num_turns + 1, grown)
-        found = sorted((run(num_turns) - run(0)) / (num_turns * num_sets) for _ in range(self.rounds))
-        (seconds,) = of_process_0([max(found[(self.rounds - 1) // 3], 1e-9)])
-        return seconds
+        while True:
+            pairs = [(run(num_turns), run(0)) for _ in range(self.rounds)]
+            (taken,) = of_process_0([turns_alone(pairs)])
+            # Where other work made the turns above look long enough, there are too few to be told from a call.
+            if taken >= self.enough_seconds / 4 or num_turns >= _MOST_TURNS:
+                return max(taken / (num_turns * num_sets), _LEAST_SECONDS)
+            num_turns = min(4 * num_turns, _MOST_TURNS)
 
     def call_seconds(self) -> float:
         """Returns what a call of a program that does nothing takes."""
@@ -113,7 +117,7 @@ class Timer:
             started = self._now()
             jax.block_until_ready(program(value))
             found.append(self._now() - started)
-        (seconds,) = of_process_0([sorted(found)[len(found) // 3]])
+        (seconds,) = of_process_0([typical(found)])
         return seconds
 
     def _now(self) -> float:
@@ -121,6 +125,20 @@ class Timer:
             return time.perf_counter()
         own = sum(device.process_index == jax.process_index() for device in self.devices)
         return time.process_time() / min(own, num_cores())
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """Returns what counts of several rounds, in their unit: the slowest of the fastest third, since other work on the
+    machine only ever adds. `seconds`: of each round, at least one."""
+    return sorted(seconds)[(len(seconds) - 1) // 3]
+
+
+def turns_alone(pairs: Sequence[tuple[float, float]]) -> float:
+    """Returns the seconds of turns without the call that they are in. `pairs`: by round, the seconds of a call with
+    turns, and of one without any. Each of the two is told by its own fastest rounds: of differences the smallest are
+    those in which other work fell into the call without turns."""
+    whole, empty = zip(*pairs, strict=True)
+    return typical(whole) - typical(empty)
 
 
 def num_cores() -> int:
@@ -159,9 +177,9 @@ def _filled(array: Any, num_sets: int, mesh: Mesh, spec: PartitionSpec) -> Any:
     def fill() -> Any:
         numbers = lax.iota(jnp.int32, math.prod(array.shape))
         if jnp.issubdtype(array.dtype, jnp.integer):
-            one = (numbers * 40503) % 1021
+            part = (numbers * 40503) % 1021
         else:
-            one = ((numbers * 40503) % 1021).astype(jnp.float32) / 2048 + 0.001
-        return jnp.broadcast_to(one.astype(array.dtype).reshape(array.shape), (num_sets, count, *array.shape))
+            part = ((numbers * 40503) % 1021).astype(jnp.float32) / 2048 + 0.001
+        return jnp.broadcast_to(part.astype(array.dtype).reshape(array.shape), (num_sets, count, *array.shape))
 
     return jax.jit(fill, out_shardings=NamedSharding(mesh, spec))()
