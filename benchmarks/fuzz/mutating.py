@@ -114,6 +114,9 @@ TOKENS = tuple(
         *_TEXTS,
     )
 ) + (b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x1f\x8b", b"PK\x03\x04")
+_BEFORE_VALUES = re.compile(rb"(?<=[:=\[,\n{ ])")
+_TOML_VALUES = re.compile(rb"=[ ]*([^\n]*)")
+_MOST_PLACES = 1000  # of a document that are drawn from; to list all of a large one takes longer than to read it
 
 
 def bytes_changed(data: bytes, draw: random.Random) -> bytes:
@@ -148,12 +151,18 @@ def bytes_changed(data: bytes, draw: random.Random) -> bytes:
     return bytes(made)
 
 
+def _place(pattern: re.Pattern[bytes], data: bytes, draw: random.Random) -> re.Match[bytes] | None:
+    """Returns the first match of `pattern` behind a random place of `data`, or in all of it. To list all matches of a
+    large input would take longer than the parser does."""
+    return pattern.search(data, draw.randrange(len(data) + 1)) or pattern.search(data)
+
+
 def deep(data: bytes, draw: random.Random) -> bytes:
     """Puts a deep nest into a text: brackets, braces with keys, or dotted names, for readers that call themselves."""
     opening, closing = draw.choice(((b"[", b"]"), (b'{"a":', b"}"), (b"a.", b"a = 1"), (b"{a=", b"}"), (b"(", b")")))
     depth = draw.choice((10, 100, 300, 900, 3000, 12000))
-    places = [match.start() for match in re.finditer(rb"(?<=[:=\[,\n{ ])", data)] or [0]
-    at = draw.choice(places)
+    place = _place(_BEFORE_VALUES, data, draw)
+    at = place.start() if place else 0
     end = at + draw.choice((0, 0, 1, 4))
     middle = draw.choice((b"", b"1", b'"x"'))
     if closing == b"a = 1":
@@ -185,7 +194,7 @@ def json_changed(data: bytes, draw: random.Random) -> bytes:
 def _json_edit(document: Any, draw: random.Random) -> Any:
     places: list[tuple[Any, Any]] = []
     stack = [document]
-    while stack and len(places) < 5000:
+    while stack and len(places) < _MOST_PLACES:
         value = stack.pop()
         if isinstance(value, dict):
             items: Sequence[tuple[Any, Any]] = list(value.items())
@@ -246,10 +255,9 @@ def lines_changed(data: bytes, draw: random.Random) -> bytes:
 
 def toml_changed(data: bytes, draw: random.Random) -> bytes:
     """Puts other values behind the `=` of a TOML text."""
-    places = list(re.finditer(rb"=[ ]*([^\n]*)", data))
-    if not places:
+    place = _place(_TOML_VALUES, data, draw)
+    if place is None:
         return lines_changed(data, draw)
-    place = draw.choice(places)
     value = draw.choice(_VALUES)
     shown = json.dumps(value) if not isinstance(value, dict) else "{a = 1}"
     if value is None or draw.random() < 0.2:
