@@ -36,6 +36,7 @@ from splitjax.step.arguments import Bound, Signature, bind, difference
 from splitjax.step.options import reject_mutating_modules
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link
+from splitjax.trace.collecting import uncollected
 
 # What `jax.monitoring` is told when a plan begins to be made: whoever watches a run knows that it takes a while.
 BUILD_EVENT = "/splitjax/build"
@@ -237,12 +238,13 @@ class StepPrograms:
         tables, as in `KnownTables`. The step is traced and laid out for the first entry of a signature alone."""
         jax.monitoring.record_event(BUILD_EVENT)
         started = time.perf_counter()
-        draft = self._drafts.get(bound.signature)
-        if draft is None:
-            layouts = None if self._training is None else self._training.layouts()
-            draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
-        known = KnownTables(decision, carried, observes)
-        entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
+        with uncollected():
+            draft = self._drafts.get(bound.signature)
+            if draft is None:
+                layouts = None if self._training is None else self._training.layouts()
+                draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
+            known = KnownTables(decision, carried, observes)
+            entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew
         if not reason:
             differences = [difference(bound, old.bound) for old in self._entries.values()]

@@ -49,12 +49,14 @@ def bodies(eqn: Any) -> list[Any]:
 
     Those of equations that are no calls are among them. A body that is in Python alone (`call_hi_primitive`) is not.
     """
-    held = [
-        body
-        for value in eqn.params.values()
-        for body in (value if isinstance(value, (tuple, list)) else (value,))
-        if isinstance(body, _compat.JAXPR_TYPES)
-    ]
+    held: list[Any] = []
+    for value in eqn.params.values():
+        if isinstance(value, (tuple, list)):
+            # Shapes and the like, which most parameters are, are told by their first element.
+            if value and type(value[0]) is not int:
+                held += [body for body in value if isinstance(body, _compat.JAXPR_TYPES)]
+        elif isinstance(value, _compat.JAXPR_TYPES):
+            held.append(value)
     if held and eqn.primitive.name in _WHILES:
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
     return held

@@ -12,6 +12,7 @@ values without numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,9 +51,10 @@ def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, i
     **Arguments:** `jaxpr`: the step. `products`: by site, position of the weight, and its dim; a site stands there
     once."""
     by_body: dict[Site, dict[Site, FusedProduct]] = {}
+    dealt = functools.cache(functools.partial(_dealt_in, jaxpr))
     for site, weight, dim in products:
         eqn = equation_at(jaxpr, site)
-        if eqn is not None and eqn.primitive.name == "dot_general" and not _is_dealt(jaxpr, site, eqn.invars[weight]):
+        if eqn is not None and eqn.primitive.name == "dot_general" and eqn.invars[weight] not in dealt(site[:-1]):
             at = _body_around(jaxpr, site)
             target = FusedProduct(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), 1)
             by_body.setdefault(site[:at], {})[target.site] = target
@@ -84,10 +86,10 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
     return jaxpr
 
 
-def _is_dealt(jaxpr: Any, site: Site, weight: Any) -> bool:
-    """Tells whether `weight`, a variable that the equation at `site` reads, is a weight that was dealt out before."""
-    body = _compat.open_jaxpr(_body_at(jaxpr, site[:-1]))[0]
-    return any(eqn.primitive.name == DEAL and weight in eqn.outvars for eqn in body.eqns[: site[-1]])
+def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
+    """Returns the variables of the body at `prefix` that are weights which were dealt out before."""
+    body = _compat.open_jaxpr(_body_at(jaxpr, prefix))[0]
+    return frozenset(variable for eqn in body.eqns if eqn.primitive.name == DEAL for variable in eqn.outvars)
 
 
 def _body_around(jaxpr: Any, site: Site) -> int:

@@ -7,9 +7,7 @@ kinds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
+from splitjax.trace.collecting import uncollected
 from splitjax.trace.dealt import find_dealt
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, batch_values, example_labels, is_floating
@@ -49,21 +48,8 @@ def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mappin
     Raises `TraceError` when a registered dim rule does not fit its operation. Primitives without a rule do not fail
     here; they are listed in `Graph.unknown`, and planning fails if something sharded reaches them.
     """
-    with _uncollected():
+    with uncollected():
         return _analysed(flatten(jaxpr), arguments, state_results)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leaves cycles of objects uncollected meanwhile: an analysis makes some hundred thousand objects without any, and
-    the collector would look through all of them again and again, for up to a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _analysed(flat: FlatStep, arguments: Sequence[Argument], state_results: Mapping[int, int]) -> Graph:
