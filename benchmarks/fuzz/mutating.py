@@ -116,6 +116,7 @@ TOKENS = tuple(
 ) + (b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x1f\x8b", b"PK\x03\x04")
 _BEFORE_VALUES = re.compile(rb"(?<=[:=\[,\n{ ])")
 _TOML_VALUES = re.compile(rb"=[ ]*([^\n]*)")
+_MOST_BYTES = 1 << 15  # of what is repeated in a document
 _MOST_PLACES = 1000  # of a document that are drawn from; to list all of a large one takes longer than to read it
 
 
@@ -211,7 +212,9 @@ def _json_edit(document: Any, draw: random.Random) -> Any:
     if kind == 0:
         del holder[key]
     elif kind == 1 and isinstance(holder, list):
-        holder[key:key] = holder[key : key + 1] * draw.choice((1, 2, 64, 1000))
+        # What is large already is not made larger than any input may be: the rest of it would be cut off.
+        most = max(1, _MOST_BYTES // _num_bytes(holder[key]))
+        holder[key:key] = holder[key : key + 1] * min(draw.choice((1, 2, 64, 1000)), most)
     elif kind == 1:
         holder[draw.choice(_TEXTS)] = holder[key]
     elif kind == 2:
@@ -226,6 +229,15 @@ def _json_edit(document: Any, draw: random.Random) -> Any:
     else:
         holder[key] = json.loads(json.dumps(draw.choice(_VALUES)))
     return document
+
+
+def _num_bytes(value: Any) -> int:
+    """Returns the length of a value of a document as text, at least 1; that of one nested too deeply is as good as
+    endless."""
+    try:
+        return len(json.dumps(value))
+    except (ValueError, RecursionError):
+        return _MOST_BYTES
 
 
 def lines_changed(data: bytes, draw: random.Random) -> bytes:
