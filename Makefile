@@ -9,8 +9,8 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 # Tests of the package itself, without notebooks and without the TPU compiler: what is repeated on another Python.
 # Nor what knows nothing of JAX's versions: readers of data, the scheduler, the planner's solver, what the package's own source is held to, figures of benchmarks, pages of the docs, the launcher's
-# own tests (what it is to JAX, test_initialize.py tries) and the faults, which are those of processes and files. Nor `one_version`:
-# where a test has many sizes (meshes, numbers of workers), one of each kind calls the same functions of JAX as the others do.
+# own tests (what it is to JAX, test_initialize.py tries) and the faults, which are those of processes and files. Nor `one_version`,
+# and of a test with many parameters the first alone: one of each kind calls the same functions of JAX as the others do.
 CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not gpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/search --ignore=tests/faults --ignore=tests/benchmarks --ignore=tests/typing \
 	--ignore=tests/runtime/launch/test_launch.py --ignore=tests/runtime/checkpoint/test_checkpoint_page.py --ignore=tests/test_docs.py --ignore=tests/test_site.py --ignore=tests/docs --ignore=tests/release \
 	--ignore=tests/test_rooms.py --ignore=tests/test_signatures.py --ignore=tests/test_refusals.py
@@ -36,7 +36,7 @@ test: $(MARKED)-test ## run all tests that need no accelerator
 	$(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS)
 
 test-core: $(MARKED)-test-core ## run the tests of the package alone
-	SPLITJAX_TEST_OPTIMISED=1 $(BIN)/python -m pytest $(IN_PROCESSES) $(CORE_SUITE) $(PYTEST_ARGS)
+	SPLITJAX_TEST_OPTIMISED=1 SPLITJAX_TEST_ONE_OF_EACH=1 $(BIN)/python -m pytest $(IN_PROCESSES) $(CORE_SUITE) $(PYTEST_ARGS)
 
 test-slow: $(MARKED)-test ## run the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu and not network" $(PYTEST_ARGS)

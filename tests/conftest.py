@@ -35,7 +35,9 @@ import pytest  # noqa: E402
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("SPLITJAX_TEST_ONE_OF_EACH"):
+        _keep_one_of_each(config, items)
     compilers = {
         "tpu_aot": ("libtpu", ["libtpu"], "tpu"),
         "gpu_aot": ("the CUDA plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin"], "gpu"),
@@ -47,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(marker):
                 item.add_marker(absent)
+
+
+def _keep_one_of_each(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of a test that is run with many parameters the first: what is repeated on another Python and another JAX
+    calls the same functions of JAX with the others."""
+    kept: dict[str, pytest.Item] = {}
+    for item in items:
+        kept.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(items=[item for item in items if kept[item.nodeid.partition("[")[0]] is not item])
+    items[:] = kept.values()
 
 
 def pytest_collection_finish() -> None:

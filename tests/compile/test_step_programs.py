@@ -18,6 +18,10 @@ from splitjax.errors import BatchError
 from splitjax.sync.analysis import Profile
 from tests.processes import run_processes
 
+# The two processes compile for a minute and more. What JAX does in several is tried on another release by
+# test_checkpoint_processes.py and test_initialize.py.
+pytestmark = pytest.mark.one_version
+
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[dict[str, dict]]:
