@@ -9,6 +9,7 @@ _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Start",
         (
             "docs/quickstart",
+            "docs/first_day",
             "docs/frameworks",
             "docs/migrating",
             "docs/comparison",

@@ -93,6 +93,7 @@ SCRIPTS = {
     "quickstart": "tests/test_docs.py",
     "training": "tests/test_docs.py",
     "scheduler": "tests/test_docs.py",
+    "first_day": "tests/docs/test_first_day.py",
     "frameworks": "tests/test_site.py",
     "mixed_precision": "tests/test_site.py",
     "checkpoints": "tests/runtime/checkpoint/test_checkpoint_page.py",
