@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def script() -> str:
             lines += [f"cat > {step.name} <<'END OF FILE'", step.text.rstrip("\n"), "END OF FILE"]
             continue
         for command in step.text.splitlines():
-            lines += [command, f"echo '{_MARK}'$(date +%s.%N) {command.split('#')[0].strip()!r}"]
+            lines += [command, f"echo '{_MARK}'$(date +%s.%N) {shlex.quote(command)}"]
     return "\n".join(lines) + "\n"
 
 
