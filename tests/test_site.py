@@ -4,78 +4,23 @@ that are scripts run."""
 from __future__ import annotations
 
 import html.parser
-import json
 import pathlib
 import re
-import subprocess
-import sys
 import urllib.parse
 
 import pytest
 
+from benchmarks.product.site import QUESTIONS, answers, build
 from tests.display.browsers import chromium, quiet_page
-from tests.test_docs import ROOT, blocks, run_script
+from tests.test_docs import blocks, run_script
 
 pytestmark = pytest.mark.one_version
-
-# What a person asks, as in the issue that asked for the site, and the page that answers.
-QUESTIONS = {
-    "How do I use my own Linen model?": "docs/frameworks",
-    "How do I use NNX?": "docs/frameworks",
-    "How do I use Equinox?": "docs/frameworks",
-    "How do I use my own loader?": "docs/data",
-    "How do I use grain?": "docs/data",
-    "How do I use PyTorch's DataLoader?": "docs/data",
-    "How do I use two GPUs on one machine?": "docs/launching",
-    "two hosts by ssh": "docs/launching",
-    "SLURM": "docs/launching",
-    "save and restore": "docs/checkpoints",
-    "evaluate": "docs/quickstart",
-    "a last partial batch": "docs/data",
-    "mixed precision in my own step": "docs/mixed_precision",
-    "Which rules do I choose?": "docs/rules",
-    "write my own rules": "docs/rules",
-    'What does sync="auto" do, and when do I want it?': "docs/sparse",
-    "What is partial backpropagation good for?": "docs/partial_backpropagation",
-    "Why is this collective there?": "docs/reports",
-    "Will it fit into 16 GiB?": "docs/reports",
-    "Why is my parameter not split?": "docs/troubleshooting",
-}
-# Sphinx's own search, run as the page of results runs it.
-SEARCH = r"""
-const fs = require("fs"), vm = require("vm"), folder = process.argv[1], questions = JSON.parse(process.argv[2]);
-const none = () => null;
-const document = {getElementById: none, querySelector: none, addEventListener: none, readyState: "loading",
-  documentElement: {dataset: {content_root: ""}}, createElement: () => ({appendChild: none})};
-const context = vm.createContext({document, addEventListener: none, localStorage: {setItem: none}, console,
-  URLSearchParams, SPHINX_HIGHLIGHT_ENABLED: false, _: (text) => text, DOCUMENTATION_OPTIONS: {}});
-context._ready = none;
-context.window = context;
-const file = (name) => vm.runInContext(fs.readFileSync(folder + "/" + name, "utf8"), context);
-for (const name of ["_static/documentation_options.js", "_static/language_data.js"]) file(name);
-vm.runInContext(fs.readFileSync(folder + "/_static/searchtools.js", "utf8")
-  .replace("const _removeChildren =", "const _removeChildren = () => null, _unused =")
-  + "\nthis.Search = Search;", context);
-file("searchindex.js");
-const found = questions.map((question) =>
-  vm.runInContext(`Search._performSearch(...Search._parseQuery(${JSON.stringify(question)}))`, context)
-    .slice().reverse().map((result) => result[0]));
-console.log(JSON.stringify(found));
-"""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "html"
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-c", "docs"]
-    done = subprocess.run(
-        [*command, "-d", str(folder.with_name("doctrees")), ".", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
+    build(folder)  # without a warning
     return folder
 
 
@@ -136,12 +81,7 @@ def node() -> str:
 
 
 def test_a_question_finds_its_page_among_the_first_three(site):
-    done = subprocess.run(
-        [node(), "-e", SEARCH, str(site), json.dumps(list(QUESTIONS))], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    found = dict(zip(QUESTIONS, json.loads(done.stdout), strict=True))
-    firsts = {question: list(dict.fromkeys(pages))[:3] for question, pages in found.items()}
+    firsts = {question: pages[:3] for question, pages in answers(site, node()).items()}
     assert not {q: firsts[q] for q, page in QUESTIONS.items() if page not in firsts[q]}
 
 

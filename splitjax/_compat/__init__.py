@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from splitjax._compat.compiled import metadata_in_cache_key as metadata_in_cache_key
 from splitjax._compat.compiled import serialized_modules as serialized_modules
+from splitjax._compat.compiled import telling_programs as telling_programs
 from splitjax._compat.definition import define_primitive as define_primitive
 from splitjax._compat.equations import bind_equation as bind_equation
 from splitjax._compat.equations import context_mesh as context_mesh
@@ -42,6 +43,7 @@ from splitjax._compat.jaxprs import is_abstract as is_abstract
 from splitjax._compat.jaxprs import is_jaxpr as is_jaxpr
 from splitjax._compat.jaxprs import jaxpr_effects as jaxpr_effects
 from splitjax._compat.jaxprs import like_jaxpr as like_jaxpr
+from splitjax._compat.jaxprs import named_evaluator as named_evaluator
 from splitjax._compat.jaxprs import new_variable as new_variable
 from splitjax._compat.jaxprs import open_jaxpr as open_jaxpr
 from splitjax._compat.jaxprs import prune_jaxpr as prune_jaxpr

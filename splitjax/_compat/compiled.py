@@ -3,10 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+# Where JAX says, among what it logs for debugging, which program it begins to compile, and which it has compiled.
+_BEGINS, _ENDS = logging.getLogger("jax._src.interpreters.pxla"), logging.getLogger("jax._src.dispatch")
+_NAME = re.compile(r"(?:jit|pjit)\((.*)\)$")
+
+
+class _Programs(logging.Filter):
+    """Tells the names of programs, as JAX logs them, and lets through what would be logged without it."""
+
+    def __init__(self, tell: Callable[[str], None], level: int):
+        super().__init__()
+        self._tell, self._level = tell, level
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # The message itself is long: it has the types of all arguments.
+        if record.msg.startswith("Compiling %s") and isinstance(record.args, tuple):
+            name = str(record.args[0])
+            known = _NAME.match(name)
+            self._tell(known[1] if known else name)
+        elif record.msg.startswith("Finished XLA compilation"):
+            self._tell("")
+        return record.levelno >= self._level
+
+
+@contextlib.contextmanager
+def telling_programs(tell: Callable[[str], None]) -> Iterator[None]:
+    """Calls `tell` with the name of each program that JAX begins to compile inside the block, and with an empty one
+    when that is done; a program that is at hand already is not named. What JAX logs does not change."""
+    before = [(logger, logger.level, _Programs(tell, logger.getEffectiveLevel())) for logger in (_BEGINS, _ENDS)]
+    for logger, _, programs in before:
+        logger.addFilter(programs)
+        logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        for logger, level, programs in before:
+            logger.removeFilter(programs)
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

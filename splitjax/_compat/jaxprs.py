@@ -58,6 +58,17 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return public_core.eval_jaxpr(inner, list(consts) or list(own), *args)
 
 
+def named_evaluator(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
+    """Returns a function called `name` that evaluates the closed `jaxpr`, for `jax.jit`: who waits while it is compiled
+    is told this name."""
+
+    def run(*args: Any) -> list[Any]:
+        return eval_jaxpr(jaxpr, (), *args)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
 def argument_names(jaxpr: Any) -> tuple[str, ...]:
     """Returns the paths of a traced function's flat arguments, as the debug information of `jaxpr` has them."""
     inner, _ = open_jaxpr(jaxpr)

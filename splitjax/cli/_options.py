@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ast
 import dataclasses
 import os
@@ -110,7 +111,7 @@ def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CommandOptions:
+class CommandOptions(abc.ABC):
     """The options that every command has."""
 
     json: pathlib.Path | None = dataclasses.field(default=None, kw_only=True)
@@ -118,6 +119,6 @@ class CommandOptions:
     traceback: bool = dataclasses.field(default=False, kw_only=True)
     """Show the Python traceback of an error too."""
 
+    @abc.abstractmethod
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
-        raise NotImplementedError

@@ -1,5 +1,5 @@
 """Says what a command is busy with, for who waits longer than two seconds: a live line on the standard error, with the
-seconds that have gone by. Where that is no terminal nothing is shown."""
+seconds that have gone by. While JAX compiles, it names the program. Where that is no terminal nothing is shown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from splitjax._compat import telling_programs
 
 PATIENCE_SECONDS = 2.0
 
@@ -24,7 +26,8 @@ class Say(Protocol):
 
 @contextlib.contextmanager
 def waiting(text: str, console: Console | None = None, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Say]:
-    """Shows `text` on a line of its own while a block runs, once it has run for `patience_seconds`.
+    """Shows `text` on a line of its own while a block runs, once it has run for `patience_seconds`, and in
+    its place the name of the program that is being compiled, if one is.
 
     **Arguments:** `text`: what is being done, such as "compiling the step of vgg11". `console`: where to; the standard
     error if None.
@@ -51,11 +54,19 @@ def waiting(text: str, console: Console | None = None, patience_seconds: float =
     timer.daemon = True
     timer.start()
 
+    shown = text
+
     def say(text: str, done: int = 0, total: int | None = None) -> None:
+        nonlocal shown
+        shown = text
         bar.update(task, description=text, completed=done, total=total)
 
+    def name(program: str) -> None:
+        bar.update(task, description=f"compiling {program}" if program else shown)
+
     try:
-        yield say
+        with telling_programs(name):
+            yield say
     finally:
         timer.cancel()
         timer.join()

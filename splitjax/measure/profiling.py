@@ -8,7 +8,6 @@ device: the host gets one bit a row of a table, or an element of another tensor.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -240,7 +239,7 @@ class _Program:
 
         closed = _compat.trace(reduced, jax.ShapeDtypeStruct((), jnp.int32), *abstract_leaves(entry))[0]
         closed, (_, *used) = _compat.drop_unused(closed, keep=1)
-        run = jax.jit(functools.partial(_compat.eval_jaxpr, closed, ()))
+        run = jax.jit(_compat.named_evaluator(closed, "gradients_of_a_worker"))
         return cls(tensors, tuple(i for i, is_used in enumerate(used) if is_used), run, of_worker.notes)
 
     def measure(self, values: Sequence[Any], num_workers: int) -> list[StepMasks]:

@@ -140,6 +140,7 @@ class DepthPrograms:
         positions = tuple(position for stage in stages for position in stage.operands)
         jaxpr = self._traced(num_examples)
         return self._compiled(
+            "forward_pass" if first is None else f"backward_to_{self.stages.stages[first].name}",
             num_examples,
             functools.partial(_truncated, StepLayout(MeshContext(self.mesh)), jaxpr, self.site, positions),
         )
@@ -148,17 +149,22 @@ class DepthPrograms:
         """Compiles the whole step of a worker with `num_examples` examples, with its update. Returns and raises as
         `compile` does."""
         jaxpr = self._traced(num_examples)
-        return self._compiled(num_examples, lambda *leaves: evaluate(StepLayout(MeshContext(self.mesh)), jaxpr, leaves))
+        return self._compiled(
+            "step_of_a_worker",
+            num_examples,
+            lambda *leaves: evaluate(StepLayout(MeshContext(self.mesh)), jaxpr, leaves),
+        )
 
-    def _compiled(self, num_examples: int, run: Callable[..., Any]) -> tuple[jax.stages.Compiled, list[Any]]:
-        """Compiles a function of the step's flat arguments, without what its result does not need."""
+    def _compiled(self, name: str, num_examples: int, run: Callable[..., Any]) -> tuple[jax.stages.Compiled, list[Any]]:
+        """Compiles a function of the step's flat arguments, without what its result does not need, as a program called
+        `name`."""
         jaxpr, own = self._traced(num_examples), self._own(num_examples)
         closed = _compat.trace(
             run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr)[0].invars]
         )[0]
         closed, used = _compat.drop_unused(closed)
         values = [value for value, is_used in zip(own, used, strict=True) if is_used]
-        return jax.jit(functools.partial(_compat.eval_jaxpr, closed, ())).lower(*values).compile(), values
+        return jax.jit(_compat.named_evaluator(closed, name)).lower(*values).compile(), values
 
     def _traced(self, num_examples: int) -> _compat.ClosedJaxpr:
         """Traces the step with so many examples."""

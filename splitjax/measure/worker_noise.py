@@ -7,7 +7,6 @@ chosen by them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +92,7 @@ class WorkerNoise:
         closed = _compat.trace(flatly, jax.ShapeDtypeStruct((), jnp.int32), *flat, *abstract_leaves(entry))[0]
         closed, used = _compat.drop_unused(closed, keep=1 + len(flat))
         self.used = tuple(i for i, is_used in enumerate(used[1 + len(flat) :]) if is_used)
-        self._add = jax.jit(functools.partial(_compat.eval_jaxpr, closed, ()))
+        self._add = jax.jit(_compat.named_evaluator(closed, "noise_of_a_worker"))
         self._zeros = lambda: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in flat]
         self._norms = jax.jit(lambda means: self._by_stage([_squared(mean, mean) for mean in means]))
 

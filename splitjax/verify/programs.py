@@ -191,7 +191,11 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
         return process_allgather([*results, *values], tiled=True) if mesh.is_multi_process else [*results, *values]
 
     device = mesh.local_devices[0]
-    alone = jax.jit(lambda leaves: evaluate(leaves, constrained=False))
+
+    def step_on_one_device(leaves: Sequence[Any]) -> Any:
+        return evaluate(leaves, constrained=False)
+
+    alone = jax.jit(step_on_one_device)
 
     def reference(leaves: Sequence[Any]) -> list[Any]:
         with jax.default_device(device):

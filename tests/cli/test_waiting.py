@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 
+from splitjax._compat import telling_programs
 from splitjax.cli._waiting import waiting
 from splitjax.runtime.training.progress import TrainingProgress
 
@@ -24,6 +29,30 @@ def test_who_waits_sees_what_is_done():
         time.sleep(0.3)
     assert "compiling the step of vgg11" in text.getvalue() and "measuring batch 2 of 2" in text.getvalue()
     assert "0:00:0" in text.getvalue() and text.getvalue().endswith("\x1b[2K"), "the line is gone in the end"
+
+
+def test_programs_are_told_while_they_are_compiled(caplog):
+    caplog.set_level(logging.INFO)
+    told = []
+
+    def program_of_mine(x):
+        return jnp.sort(jnp.sin(x) @ x.T)
+
+    with telling_programs(told.append):
+        jax.jit(program_of_mine)(np.ones((64, 64)))
+    assert told == ["program_of_mine", ""]
+    assert not caplog.records, "what JAX logs does not change"
+    with telling_programs(told.append):
+        jax.jit(program_of_mine)(np.ones((64, 64)))
+    assert len(told) == 2, "what is compiled already is not named"
+
+
+def test_a_program_that_is_compiled_is_named():
+    text = io.StringIO()
+    with waiting("measuring", terminal(text), patience_seconds=0.0):
+        logging.getLogger("jax._src.interpreters.pxla").debug("Compiling %s with %s", "jit(program_of_mine)", "types")
+        time.sleep(0.3)
+    assert "compiling program_of_mine" in text.getvalue()
 
 
 def test_what_is_quick_shows_nothing():
@@ -55,3 +84,11 @@ def test_a_log_has_its_lines_while_the_bar_is_elsewhere():
         progress.update(0.25, None)
     assert log.getvalue().startswith("step 1/2  loss 0.5000") and "step 2/2" in log.getvalue()
     assert "compiling the step" in bar.getvalue() and "\x1b" not in log.getvalue()
+
+
+def test_the_bar_of_a_training_names_what_is_compiled():
+    bar = io.StringIO()
+    with TrainingProgress(Console(file=io.StringIO(), width=80), 2, 8, live=terminal(bar)):
+        logging.getLogger("jax._src.interpreters.pxla").debug("Compiling %s with %s", "jit(train_step)", "types")
+        time.sleep(0.3)
+    assert "compiling train_step" in bar.getvalue()

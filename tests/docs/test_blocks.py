@@ -4,44 +4,23 @@ may take for granted. At most one in ten is left out, with the reason beside it 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import re
-import textwrap
 
 import pytest
 
+from benchmarks.product.pages import documents, python_blocks
 from tests.docs.setups import BEFORE, COMMON, RAISES, SCRIPTS
 from tests.test_docs import ROOT, run_script
 
 pytestmark = pytest.mark.one_version
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"(?:<!-- not run: ([^\n]+?) -->\n\n)?^ *```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 # A step of which the page only says that it is as before.
 _AS_BEFORE = re.compile(r"(def train_step\(state, batch\):)(?:[^\n]*\n)?\s*\.\.\.[^\n]*")
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A block of a page: its number there, its code, and why it does not run (empty: it does)."""
-
-    page: str
-    number: int
-    code: str
-    reason: str
-
-
-def python_blocks() -> list[Block]:
-    return [
-        Block(page.stem, number, textwrap.dedent(code), (reason or "").strip())
-        for page in PAGES
-        for number, (reason, code) in enumerate(_BLOCK.findall(page.read_text()))
-    ]
-
-
 def test_every_block_is_python_and_few_do_not_run():
     blocks = python_blocks()
-    assert len(blocks) > 50 and len(blocks) == sum(page.read_text().count("```python") for page in PAGES)
+    assert len(blocks) > 50 and len(blocks) == sum(page.read_text().count("```python") for page in documents())
     for block in blocks:
         ast.parse(block.code)
     assert sum(bool(block.reason) for block in blocks) <= len(blocks) / 10

@@ -12,6 +12,7 @@ from tests.report.advice.test_rows import ADVICE
 from tests.report.profile.test_rows import PROFILE
 from tests.report.test_render import SMALL
 from tests.report.test_report import made
+from tests.verify.test_document import FINDING, RIGHT, WRONG, verification
 
 pytestmark = pytest.mark.one_version
 
@@ -45,8 +46,14 @@ def colours(page):
         (lambda: PROFILE, ["tensors, mean over steps", "densification"]),
         (lambda: ADVICE, ["everything", "spatial"]),
         (simulated, ["gang-srtf", "spb", "avg JCT"]),
+        (lambda: simulated().results[0], ["gang-srtf", "job0"]),
+        (
+            lambda: verification(RIGHT, WRONG, findings=(FINDING,), notes=("a note",)),
+            ["OTHER NUMBERS", "params/a/kernel", "times one device's", FINDING.text],
+        ),
+        (lambda: verification(RIGHT, sizes="given"), ["the same numbers as on one device", "given sizes"]),
     ],
-    ids=["plan", "report", "profile", "advice", "simulation"],
+    ids=["plan", "report", "profile", "advice", "simulation", "timeline", "wrong", "verified"],
 )
 def test_a_page_as_a_person_sees_it(make, words, browser, tmp_path):
     value = make()

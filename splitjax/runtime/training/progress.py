@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from splitjax._compat import telling_programs
 from splitjax.runtime.training.metrics import Row
 
 AVERAGED_STEPS = 20  # single batches jump too much to read
@@ -63,6 +65,7 @@ class TrainingProgress:
         self._num_done = self._first = num_done
         self._start = self._last_line = clock()
         self._bar: Progress | None = None
+        self._naming = contextlib.ExitStack()
         live = console if live is None else live
         if live.is_terminal:
             self._bar = Progress(
@@ -81,6 +84,7 @@ class TrainingProgress:
     def __enter__(self) -> TrainingProgress:
         if self._bar is not None:
             self._bar.start()
+            self._naming.enter_context(telling_programs(self._compiles))
         return self
 
     def __exit__(
@@ -90,8 +94,14 @@ class TrainingProgress:
 
     def close(self) -> None:
         """Ends the live bar."""
+        self._naming.close()
         if self._bar is not None:
             self._bar.stop()
+
+    def _compiles(self, program: str) -> None:
+        """Shows which program is being compiled: the first step's, an evaluation's, and any that comes later."""
+        if self._bar is not None and program:
+            self._bar.update(self._task, shown=f"compiling {program}")
 
     def step(self, row: Row) -> None:
         """Shows the `row` of a step that is done."""
