@@ -119,6 +119,6 @@ def test_the_site_in_a_browser(site):
         assert code.is_visible()
         assert sum(map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).color"))[:3])) > 500
         page.set_viewport_size({"width": 360, "height": 800})
-        for name in ("quickstart", "troubleshooting", "launching", "api/splitjax"):
+        for name in ("quickstart", "troubleshooting", "launching", "first_day", "api/splitjax", "api/jax_kernels"):
             page.goto((site / "docs" / f"{name}.html").as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
