@@ -129,6 +129,7 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
             ),
         ),
     ),
+    "product": (Walk("product", (("--only", "site", "--output", "{output}"),)),),
     "walk": (Walk("walk", (("--output", "{output}"),)),),
     "claims": (Walk("claims", ((),)),),
 }

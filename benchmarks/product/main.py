@@ -1,4 +1,13 @@
-"""Command and page of the benchmark `product` (see the package)."""
+"""How long a stranger needs, from a clone to the first plan, to the demo's end and to the site; and what the site
+holds: pages, code blocks that run, the rank of the right page among what its search returns.
+
+    python -m benchmarks product                everything, and its page (ten minutes; needs git, the
+            network for packages, and a Chromium)
+    python -m benchmarks product --only site    what needs no installation: words, blocks, pages, search, screenshots
+
+Each figure of time is taken in a clone of its own, of this checkout's last commit, with an environment of its own.
+Compiled programs are kept in a folder that is empty before; what pip has in its cache is said on the page.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +33,7 @@ LIMIT_SECONDS = 1800.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for, and writes JSON and page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks product", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks product", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", choices=["site"], help="leave out what installs")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of JSON and page")
     options = parser.parse_args(argv)
@@ -39,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.only is None:
             found |= installed(folder)
         found |= looked_at(folder)
-    print("page:", write_stored("product", found, page, options.output))
+    print("page:", write_stored("product", found, page_lines, options.output))
 
 
 def installed(folder: pathlib.Path) -> dict[str, Any]:
@@ -125,7 +134,7 @@ def rank_of(wanted: str, found: Sequence[str]) -> int | None:
     return found.index(wanted) + 1 if wanted in found else None
 
 
-def page(found: Mapping[str, Any]) -> list[str]:
+def page_lines(found: Mapping[str, Any]) -> list[str]:
     """Returns the lines of the page of what was `found`."""
     lines = [
         "# What a stranger meets",
