@@ -85,6 +85,11 @@ def documents(*names: str) -> Callable[[], Sequence[bytes]]:
     return lambda: [(_DOCUMENTS / f"{name}.json").read_bytes() for name in names]
 
 
+def locks() -> list[bytes]:
+    """Returns locks of plans, those of the tests that are short enough to be changed as a whole."""
+    return [file.read_bytes() for file in sorted((_ROOT / "tests" / "planning" / "locks").glob("mlp-*.lock"))]
+
+
 def with_packed(*texts: bytes) -> list[bytes]:
     """Returns `texts`, and each packed by gzip."""
     return [*texts, *(gzip.compress(text, mtime=0) for text in texts)]

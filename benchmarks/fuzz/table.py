@@ -25,6 +25,7 @@ from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import parse_target
 from splitjax.partial.advice import Advice
 from splitjax.plan import Plan
+from splitjax.planning.plan_lock import PlanLock
 from splitjax.report.protobuf import WireError
 from splitjax.report.value import Report
 from splitjax.report.wire import read_module
@@ -212,6 +213,7 @@ PARSERS: dict[str, Parser] = {
             _JSON,
             100,
         ),
+        Parser("lock", errors.PlanError, _of_class(PlanLock), seeds.locks, _JSON, 100),
         Parser(
             "report",
             errors.PlanError,

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from splitjax._registry import is_reference
 from splitjax.cli.line.fields import Shown
+from splitjax.display.figures import bytes_of
 from splitjax.errors import MeshError, SplitjaxError
 from splitjax.mesh import MeshShape
 from splitjax.roles import Role, read_roles
@@ -25,6 +26,7 @@ Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
 DEFAULT_MODEL = "vgg11"
+SizeText = Annotated[str, Shown(metavar="SIZE")]
 MeshText = Annotated[str, Shown(metavar="AXIS=SIZE,...")]
 RoleTexts = Annotated[tuple[str, ...], Shown(metavar="AXIS=ROLE", adds_up=True)]
 
@@ -40,6 +42,19 @@ def check_positive(**options: float | None) -> None:
         if value is not None and not value > 0:
             flag = f"--{name.replace('_', '-')}"
             raise OptionValueError(f"{flag} must be above 0", value=value, place=flag, remedy="give a larger number")
+
+
+def parse_bytes(text: str | None, flag: str) -> int | None:
+    """Returns the bytes that `text`, the value of the option `flag`, writes; None for None. Raises `OptionValueError`
+    for what is no number of bytes."""
+    if text is None:
+        return None
+    try:
+        return bytes_of(text)
+    except ValueError:
+        raise OptionValueError(
+            "this is no number of bytes", value=text, place=flag, remedy="write it as 14GiB, 2GB or 4096"
+        ) from None
 
 
 def parse_model_options(texts: Sequence[str]) -> dict[str, Any]:

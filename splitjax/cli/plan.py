@@ -8,6 +8,7 @@ import pathlib
 from rich.console import Console
 
 from splitjax.cli._model_command import ModelCommand
+from splitjax.cli._options import OptionValueError, SizeText, parse_bytes
 from splitjax.cli._output import write_file, write_json
 
 
@@ -23,9 +24,24 @@ class ShowPlan(ModelCommand):
     target: str | None = None
     """Predict how long a step takes too: on a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, whose
     published peaks make it a lower bound, or by a file that `splitjax calibrate` wrote."""
+    lock: pathlib.Path | None = None
+    """Compare the plan's decisions with this file, and exit with 1 where one has changed. It outlives releases of
+    JAX."""
+    update_lock: bool = False
+    """Write the lock, whatever has changed, or where there is none yet."""
+    assert_max_memory: SizeText | None = None
+    """Exit with 1 where a device may need more memory than this, such as 14GiB."""
+    assert_max_collective_bytes: SizeText | None = None
+    """Exit with 1 where a device sends more than this in a step, such as 2GB."""
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
+        most_memory = parse_bytes(self.assert_max_memory, "--assert-max-memory")
+        most_sent = parse_bytes(self.assert_max_collective_bytes, "--assert-max-collective-bytes")
+        if self.update_lock and self.lock is None:
+            raise OptionValueError(
+                "there is no lock to write anew", value=True, place="--update-lock", remedy="name it with --lock FILE"
+            )
         with self.busy("planning"):
             planned = self.planned()
             plan = planned.step.plan(*planned.arguments)
@@ -39,4 +55,11 @@ class ShowPlan(ModelCommand):
 
             write_file(self.svg, plan_svg(plan), "--svg")
             console.print(f"picture: {self.svg}", highlight=False)
-        return 0
+        from splitjax.planning.plan_checks import against_budgets, against_lock
+
+        checks = [against_budgets(plan, most_memory, most_sent)]
+        if self.lock is not None:
+            checks.append(against_lock(plan, self.lock, self.update_lock))
+        for line in (line for check in checks for line in check.lines):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return int(not all(check.passed for check in checks))

@@ -3,6 +3,10 @@ cannot break the table they stand in. Numbers go in with their unit in the argum
 
 from __future__ import annotations
 
+import re
+
+_WRITTEN_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) *(?:([KkMGT])(i)?)?B?")
+
 
 def bytes_text(num_bytes: int) -> str:
     """Writes a number of bytes: `0 B`, `980 B`, `1.5 KiB`, `24.0 MiB`. `num_bytes` may be negative."""
@@ -15,6 +19,17 @@ def bytes_text(num_bytes: int) -> str:
             break
         size /= 1024
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def bytes_of(text: str) -> int:
+    """Reads a number of bytes as people write it: `14GiB`, `2 GB`, `1.5 MiB`, `4096`; units of 1024 end in iB, those of
+    1000 in B. Raises `ValueError` for a `text` that is none, and for a number below 0."""
+    found = _WRITTEN_BYTES.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no number of bytes")
+    number, prefix, binary = found.groups()
+    factor = (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1) if prefix else 1
+    return round(float(number) * factor)
 
 
 def flops_text(num_flops: int) -> str:

@@ -1,0 +1,50 @@
+"""`splitjax plan` in a run of tests: `--lock`, `--assert-max-memory`, `--assert-max-collective-bytes`."""
+
+from __future__ import annotations
+
+import pytest
+
+from splitjax.display.figures import bytes_of
+from splitjax.planning.plan_lock import PlanLock
+
+PLAN = "plan --model mlp --model-option features=(16,16) --batch-size 32"
+
+
+def test_a_lock_is_written_compared_and_written_anew(run, tmp_path):
+    status, _, err = run(f"{PLAN} --lock plan.lock")
+    assert status == 2 and "no lock" in err and "--update-lock" in err
+    assert run(f"{PLAN} --lock plan.lock --update-lock")[0] == 0
+    first = PlanLock.load(tmp_path / "plan.lock")
+    status, out, _ = run(f"{PLAN} --lock plan.lock")
+    assert status == 0 and "every decision is the same" in out
+    status, out, _ = run(f"{PLAN} --lock plan.lock --rules megatron")
+    assert status == 1 and "changed: rules: splitbrain -> megatron" in out and "--update-lock" in out
+    assert PlanLock.load(tmp_path / "plan.lock") == first
+    assert run(f"{PLAN} --lock plan.lock --rules megatron --update-lock")[0] == 0
+    assert run(f"{PLAN} --lock plan.lock --rules megatron")[0] == 0
+
+
+def test_budgets(run):
+    status, out, _ = run(f"{PLAN} --assert-max-memory 1GiB --assert-max-collective-bytes 1GB")
+    assert status == 0 and "of 1.0 GiB" in out
+    status, out, _ = run(f"{PLAN} --assert-max-memory 100kB")
+    assert status == 1 and "more than the 97.7 KiB that it may be" in out and "at the peak" in out
+    status, out, _ = run(f"{PLAN} --assert-max-collective-bytes 1kB")
+    assert status == 1 and "sent by a device in a step" in out and "all_" in out
+
+
+@pytest.mark.parametrize(
+    "options", ["--assert-max-memory much", "--assert-max-collective-bytes -3", "--update-lock", "--lock ."]
+)
+def test_options_that_make_no_check_are_refused(run, options):
+    status, _, err = run(f"{PLAN} {options}")
+    assert status == 2 and "remedy" in err
+
+
+def test_sizes_as_people_write_them():
+    assert [bytes_of(text) for text in ("14GiB", "2 GB", "1.5MiB", "4096", "0", "3k")] == [
+        14 << 30, 2 * 10**9, 3 << 19, 4096, 0, 3000,
+    ]  # fmt: skip
+    for text in ("", "-1", "1e9", "GiB", "14GiBs", "1..2"):
+        with pytest.raises(ValueError, match="no number of bytes"):
+            bytes_of(text)
