@@ -27,13 +27,13 @@ jax.config.update("jax_disable_most_optimizations", True)  # little is run here:
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import linen as nn
 
 import splitjax
 from splitjax import sync
+from splitjax.report.profile.scheme_plot import draw_bytes, draw_seconds
 from splitjax.sync.choose import choose
 
 # %% [markdown]
@@ -203,46 +203,7 @@ planned = {one.param: one.bytes for one in plan.syncs}
 compiled = {name: sum(one.bytes for one in report.collectives if one.layer == name) for name in copies}
 assert planned == compiled and not report.missing
 sparsity = profile.sparsity("params/item/embedding")
-bound = sparsity.bound_bytes()
-
-
-def plot_bytes():
-    order = sorted(copies, key=compiled.get)
-    places = np.arange(len(order))
-    _, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    axes.barh(
-        places - 0.2, [planned[name] / 1000 for name in order], 0.4, label="predicted by the plan", color="tab:blue"
-    )
-    bars = axes.barh(
-        places + 0.2,
-        [compiled[name] / 1000 for name in order],
-        0.4,
-        label="in the compiled program",
-        color="tab:orange",
-    )
-    axes.bar_label(
-        bars,
-        [
-            f"{compiled[name] / 1000:,.1f} kB" + f", 1/{compiled['dense'] / compiled[name]:.1f}" * (name != "dense")
-            for name in order
-        ],
-        padding=4,
-        fontsize=9,
-    )
-    axes.axvline(bound / 1000, color="black", linestyle=":", label="least for the values alone")
-    axes.set(
-        yticks=places,
-        yticklabels=order,
-        xlabel="kB that each worker sends in a step",
-        xlim=(0, 1.17 * compiled["dense"] / 1000),
-        title="The gradient of a table of 10,000 x 16 over 8 workers",
-    )
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", frameon=False)
-
-
-plot_bytes()
+draw_bytes(planned, compiled, sparsity.bound_bytes(), "The gradient of a table of 10,000 x 16 over 8 workers")
 
 # %% [markdown]
 # The plan's bytes are those of the compiled program, to the byte. Sizes are static, with some room above what the first
@@ -262,50 +223,21 @@ plot_bytes()
 large = sync.measure(
     [[zipf(1_000_000, 2048 * 4) for _ in range(16)] for _ in range(2)], num_rows=1_000_000, row_size=64
 )
-rates = np.geomspace(1e7, 1e11, 200)  # bits a second
 latency = 50e-6
 
 
-def candidates_of(sparsity):
-    """By scheme its bytes and messages; they do not depend on the link."""
+def bytes_and_messages(sparsity):
+    """By scheme; they do not depend on the link."""
     found = choose(sparsity, sync.Link(latency, 1e9 / 8), [sync.by_name(name) for name in copies])
-    return {one.scheme.name: one for one in found.table}
+    return {one.scheme.name: (one.sent_bytes, one.num_messages) for one in found.table}
 
 
-def plot_seconds(axes, sparsity, title):
-    seconds = {
-        name: one.sent_bytes * 8 / rates + one.num_messages * latency for name, one in candidates_of(sparsity).items()
-    }
-    for number, name in enumerate(copies):
-        axes.plot(
-            rates,
-            1000 * seconds[name],
-            label=name,
-            color=f"C{number}",
-            linestyle="--" if name == "recursive_doubling" else "-",
-        )
-    fastest = np.array(copies)[np.argmin([seconds[name] for name in copies], axis=0)]
-    starts = [0, *(1 + np.flatnonzero(fastest[1:] != fastest[:-1])), len(rates)]
-    low = 400 * min(one.min() for one in seconds.values())
-    for first, last in zip(starts, starts[1:]):
-        axes.plot(
-            rates[[first, last - 1]],
-            [low, low],
-            linewidth=8,
-            color=f"C{copies.index(fastest[first])}",
-            solid_capstyle="butt",
-        )
-    axes.text(rates[0], low * 1.25, " the fastest", fontsize=9)
-    axes.set(xscale="log", yscale="log", xlabel="link rate, bit/s", title=title, xlim=(rates[0], rates[-1]))
-    axes.grid(alpha=0.3)
-
-
-figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
-plot_seconds(left, sparsity, "10,000 x 16, 8 workers")
-plot_seconds(right, large, "1,000,000 x 64, 16 workers")
-left.set_ylabel("ms a step, predicted")
-legend = figure.legend(
-    *left.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=9, frameon=False
+draw_seconds(
+    {
+        "10,000 x 16, 8 workers": bytes_and_messages(sparsity),
+        "1,000,000 x 64, 16 workers": bytes_and_messages(large),
+    },
+    latency,
 )
 
 # %%

@@ -29,7 +29,6 @@ jax.config.update("jax_num_cpu_devices", 4)  # before JAX starts
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import linen as nn
@@ -37,6 +36,7 @@ from flax import linen as nn
 import splitjax
 from splitjax import PartialBackprop
 from splitjax.data import load_digits
+from splitjax.report.advice.plot import draw_runs, draw_savings
 
 NUM_WORKERS, BATCH_SIZE, NUM_STEPS, SEEDS = 4, 64, 60, range(3)
 
@@ -159,33 +159,13 @@ sent_bytes = [
 full_plan = steps["full"].plan(states["full"], batch)
 full_bytes = sum(one.bytes for one in full_plan.collectives)
 
-
-def plot_savings():
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    shares = {
-        "time of the backward pass": np.array(backward_share),
+draw_savings(
+    {
+        "time of the backward pass": backward_share,
         "bytes sent": np.array(sent_bytes) / full_bytes,
         "memory of its program": np.array(memory_bytes) / max(memory_bytes),
     }
-    for panel, (title, values), color in zip(axes, shares.items(), ("tab:blue", "tab:orange", "tab:green")):
-        bars = panel.bar(range(NUM_WORKERS), 100 * values, color=color, alpha=0.85)
-        panel.bar_label(bars, [f"{100 * value:.0f} %" for value in values], fontsize=9)
-        panel.axhline(100, color="black", linestyle=":", linewidth=1)
-        panel.axhline(
-            100 * values.mean(), color=color, linestyle="--", linewidth=1, label=f"mean {100 * values.mean():.0f} %"
-        )
-        panel.set(
-            title=title,
-            xticks=range(NUM_WORKERS),
-            xlabel="worker, in the first step",
-            ylim=(0, max(118, 112 * values.max())),
-        )
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(loc="lower right", frameon=True, fontsize=9)
-    axes[0].set_ylabel("% of full backpropagation")
-
-
-plot_savings()
+)
 
 # %% [markdown]
 # The bytes of the deepest worker do not fall: front layers that few workers compute are summed among these few, and
@@ -238,25 +218,10 @@ for name, found in results.items():
 
 
 # %%
-def plot_quality():
-    _, axes = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
-    for panel, column, scale, label in zip(axes, (0, 1), (1, 100), ("train loss", "test accuracy, %")):
-        for place, (_name, found) in enumerate(results.items()):
-            values = scale * found[:, column]
-            panel.plot(values, [place] * len(values), "o", color=f"C{place}", alpha=0.45)
-            panel.plot([values.mean()] * 2, [place - 0.28, place + 0.28], color=f"C{place}", linewidth=3)
-        panel.set(yticks=range(len(results)), yticklabels=list(results) if column == 0 else [], xlabel=label)
-        panel.invert_yaxis()
-        panel.grid(axis="x", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_title(
-        f"after {NUM_STEPS} steps, {len(SEEDS)} seeds; bars are means; all but full cost {100 * fraction:.0f} %",
-        loc="left",
-        fontsize=10,
-    )
-
-
-plot_quality()
+draw_runs(
+    {name: {"train loss": found[:, 0], "test accuracy, %": 100 * found[:, 1]} for name, found in results.items()},
+    f"after {NUM_STEPS} steps, {len(SEEDS)} seeds; bars are means; all but full cost {100 * fraction:.0f} %",
+)
 
 # %% [markdown]
 # Three seeds on a small problem settle nothing; `python -m benchmarks partial` has more of both, the published
@@ -285,44 +250,7 @@ print(advice.recommendation)
 
 
 # %%
-def plot_advice():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    names = [stage.name.removeprefix("params/") for stage in advice.stages]
-    noise = np.array([stage.noise for stage in advice.stages])
-    cost = np.array([stage.backward_seconds for stage in advice.stages])
-    cost[-1] += advice.forward_seconds
-    places = np.arange(len(names))
-    left.bar(places - 0.2, 100 * noise / noise.sum(), 0.4, label="noise of the gradient")
-    left.bar(places + 0.2, 100 * cost / cost.sum(), 0.4, label="time, the forward pass with the last layer")
-    left.set(
-        xticks=places,
-        xticklabels=names,
-        ylabel="% of all layers",
-        title="who should contribute where: where noise is high for its time",
-    )
-    left.tick_params(axis="x", rotation=20)
-    left.legend(frameon=False, fontsize=9)
-    rows = [row for row in advice.rows if advice.compute(row) is not None]
-    places = np.arange(len(rows))
-    bars = right.barh(places - 0.2, [100 * advice.compute(row) for row in rows], 0.4, label="compute to go")
-    right.bar_label(bars, fmt="%.0f", fontsize=9, padding=3)
-    bars = right.barh(places + 0.2, [100 * advice.alone(row) for row in rows], 0.4, label="time to go, at 1 Gbit/s")
-    right.bar_label(bars, fmt="%.0f", fontsize=9, padding=3)
-    right.axvline(100, color="black", linestyle=":")
-    right.set(
-        yticks=places,
-        yticklabels=[row.name for row in rows],
-        xlabel="% of full backpropagation, to the same progress",
-        title="what it takes",
-    )
-    right.set_xlim(0, 1.12 * right.get_xlim()[1])
-    right.invert_yaxis()
-    right.legend(frameon=False, fontsize=9, loc="upper right")
-    for panel in (left, right):
-        panel.spines[["top", "right"]].set_visible(False)
-
-
-plot_advice()
+advice.plot()
 
 # %% [markdown]
 # Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing

@@ -28,7 +28,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import linen as nn
@@ -36,11 +35,9 @@ from flax import linen as nn
 import splitjax
 from splitjax import schedule
 from splitjax.data import load_digits
-from splitjax.schedule import Cluster, Group, Job, JobProfile, Member, Options
-from splitjax.schedule.model.discipline import get_discipline
-from splitjax.schedule.model.iterations import advance, start_state
-from splitjax.schedule.model.jobs import DEVICE
-from splitjax.schedule.simulation.plot import draw_gantt
+from splitjax.schedule import Cluster, Job, JobProfile, Options
+from splitjax.schedule.simulation.plot import draw_efficiency, draw_results
+from splitjax.schedule.simulation.task_plot import draw_job_profile, draw_tasks
 
 # %% [markdown]
 # ## Jobs and clusters are values
@@ -126,44 +123,7 @@ schedule.profile_table(measured, NUM_WORKERS)
 
 
 # %%
-def plot_profile():
-    _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
-    names = [depth.layer.removeprefix("params/") for depth in measured.depths]
-    places, start = np.arange(len(names)), np.zeros(len(names))
-    parts = {
-        "forward": measured.forward_seconds,
-        "backward": [depth.backward_seconds for depth in measured.depths],
-        "update": measured.update_seconds,
-        "waiting": measured.exposed_seconds,
-    }
-    for color, (title, seconds) in zip(("tab:blue", "tab:orange", "tab:green", "0.85"), parts.items()):
-        width = 1e3 * np.broadcast_to(seconds, len(names))
-        left.barh(places, width, left=start, color=color, label=title)
-        start = start + width
-    left.set(yticks=places, yticklabels=names, xlabel="ms of an iteration", title="time, backward pass down to ...")
-    left.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4)
-    right.barh(
-        places,
-        [depth.memory_bytes / 1e6 for depth in measured.depths],
-        color="tab:purple",
-        alpha=0.8,
-        label="all that it needs",
-    )
-    right.barh(
-        places,
-        [measured.state_bytes / 1e6] * len(names),
-        color="tab:red",
-        alpha=0.8,
-        label="state, which stays while others compute",
-    )
-    right.set(yticks=[], xlabel="MB", title="memory")
-    right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-    for panel in (left, right):
-        panel.invert_yaxis()
-        panel.spines[["top", "right"]].set_visible(False)
-
-
-plot_profile()
+draw_job_profile(measured)
 
 # %% [markdown]
 # Profiles are JSON files. `splitjax profile --job --json digits.json` writes one of a shipped model,
@@ -186,21 +146,6 @@ with tempfile.TemporaryDirectory() as folder:
 # %%
 four = JobProfile.uniform("four layers", 3.0, num_depths=4)  # 1 s forward, 2 s backward
 pair = [Job("A", 0.0, 4, 100, four), Job("B", 0.0, 4, 100, four)]
-HORIZON = 15.0
-
-
-def run(discipline, jobs):
-    """Tasks and finished iterations of a group of jobs on four devices until the horizon."""
-    group = Group(tuple(Member(number, (0, 1, 2, 3)) for number in range(len(jobs))), discipline)
-    state, tasks, finished = start_state(group, jobs), [], np.zeros(len(jobs), int)
-    while min(state.ready_seconds) < HORIZON:
-        iteration = get_discipline(discipline).next_iteration(group, jobs, state)
-        state = advance(group, state, iteration)
-        tasks += [(iteration.member, task) for task in iteration.tasks if task.resource == DEVICE]
-        finished[iteration.member] += iteration.ready_seconds <= HORIZON + 1e-9
-    return tasks, finished
-
-
 ways = {
     "full backpropagation, A alone": ("gang", pair[:1]),
     "partial backpropagation, A alone": ("spb", pair[:1]),
@@ -208,49 +153,7 @@ ways = {
     "temporal SPB, A alone": ("temporal-spb", pair[:1]),
 }
 
-
-def plot_tasks():
-    _, axes = plt.subplots(2, 2, figsize=(11, 4.6), layout="constrained", sharex=True, sharey=True)
-    for panel, (title, (discipline, jobs)) in zip(axes.T.flat, ways.items()):
-        tasks, finished = run(discipline, jobs)
-        for member, task in tasks:
-            if task.start_seconds >= HORIZON:
-                continue
-            panel.barh(
-                task.device,
-                task.seconds,
-                left=task.start_seconds,
-                height=0.86,
-                color=f"C{member}",
-                alpha=0.85,
-                edgecolor="white",
-                linewidth=1.2,
-            )
-            fraction = jobs[member].profile.depths[task.depth].fraction
-            if task.end_seconds <= HORIZON:
-                panel.text(
-                    task.start_seconds + task.seconds / 2,
-                    task.device,
-                    f"{fraction:.0%}",
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="white",
-                )
-        busy = sum(max(0.0, min(task.end_seconds, HORIZON) - task.start_seconds) for _, task in tasks) / (4 * HORIZON)
-        panel.set_title(
-            f"{title}: busy {busy:.0%}, iterations {' + '.join(map(str, finished))}", fontsize=10, loc="left"
-        )
-        panel.set(xlim=(0, HORIZON), yticks=range(4))
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].invert_yaxis()
-    for panel in axes[1]:
-        panel.set_xlabel("seconds")
-    for panel in axes[:, 0]:
-        panel.set_ylabel("device")
-
-
-plot_tasks()
+draw_tasks(ways, num_devices=4, horizon_seconds=15.0)
 
 # %% [markdown]
 # Numbers are depths. Full backpropagation finishes five iterations in fifteen seconds, and so does partial
@@ -292,38 +195,7 @@ compared
 
 
 # %%
-def plot_comparison():
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained", width_ratios=(1.1, 1, 1))
-    for result in compared.results:
-        hours = np.sort(result.completion_seconds) / 3600
-        style = "--" if result.policy == "spb" else "-"  # which has the times of gang-srtf
-        axes[0].step(
-            hours,
-            (np.arange(len(hours)) + 1) / len(hours),
-            where="post",
-            label=result.policy,
-            linewidth=1.3,
-            linestyle=style,
-        )
-    axes[0].set(
-        xscale="log",
-        xlabel="completion time, hours",
-        ylabel="share of jobs done",
-        ylim=(0, 1.01),
-        title="completion times",
-    )
-    axes[0].legend(frameon=False, fontsize=8)
-    axes[0].spines[["top", "right"]].set_visible(False)
-    longest = max(result.makespan for result in compared.results)
-    for panel, name in zip(axes[1:], ("gang-srtf", "jigsaw")):
-        result = next(one for one in compared.results if one.policy == name)
-        draw_gantt(panel, result, end_seconds=longest)
-        panel.set_title(f"{name}, busy {result.busy:.0%}")
-    axes[1].set_ylabel("device")
-    axes[2].set_yticks([])
-
-
-plot_comparison()
+draw_results(compared.results, charts=("gang-srtf", "jigsaw"))
 
 # %% [markdown]
 # Colours are jobs with devices of their own, white is idle; grey are devices that jobs share, the darker the more (two
@@ -339,28 +211,9 @@ plot_comparison()
 
 
 # %%
-def plot_efficiency():
-    figures = {name: compared.to_json()[name] for name in POLICIES if not name.startswith("gang")}
-    _, panel = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    places = np.arange(len(figures))
-    for shift, key, label in ((-0.2, "iteration_efficiency", "iterations"), (0.2, "cost_efficiency", "cost")):
-        bars = panel.bar(places + shift, [one[key] for one in figures.values()], 0.38, label=label, alpha=0.9)
-        panel.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
-    panel.plot(
-        places - 0.2,
-        [one["bound"] for one in figures.values()],
-        "k_",
-        markersize=26,
-        markeredgewidth=1.6,
-        label="bound",
-    )
-    panel.axhline(1, color="black", linestyle=":", linewidth=1)
-    panel.set(xticks=places, xticklabels=figures, ylabel="over gang scheduling in the same order", ylim=(0, 2.1))
-    panel.legend(frameon=False, ncols=3, loc="upper left")
-    panel.spines[["top", "right"]].set_visible(False)
+draw_efficiency(compared)
 
-
-plot_efficiency()
+# %%
 figures = compared.to_json()
 for name in ("jigsaw", "temporal-spb"):
     print(

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from typing import Any
 
 from splitjax.codec import Codec, Wording
 from splitjax.display import registry
@@ -185,6 +187,14 @@ class Advice:
         """Reads the `text` that `to_json` wrote. Raises `PartialError` for anything else, with the key path of the
         first problem."""
         return _JSON.parse(text)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws a `matplotlib.figure.Figure`: the noise of each layer beside its time, and what each way to train takes
+        to the same progress.
+
+        `path`: also written there (PNG, SVG, PDF by the ending). Raises `PartialError` where matplotlib is not
+        installed, or the file cannot be written."""
+        return registry.draw(self, path)
 
     def __str__(self) -> str:
         return registry.show(self)

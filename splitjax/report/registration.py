@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def register_documents() -> None:
-    """Registers the documents of `Plan`, `Report`, `Profile` and `Advice`, and the picture of a `Profile`."""
+    """Registers the documents of `Plan`, `Report`, `Profile` and `Advice`, and the pictures of the last two."""
     registry.register("splitjax.plan.Plan", _plan)
     registry.register("splitjax.report.value.Report", _report)
     registry.register("splitjax.sync.analysis.Profile", _profile, draw=_draw_profile)
-    registry.register("splitjax.partial.advice.Advice", _advice)
+    registry.register("splitjax.partial.advice.Advice", _advice, draw=_draw_advice)
 
 
 def _plan(plan: Plan) -> Document:
@@ -55,3 +55,9 @@ def _advice(advice: Advice) -> Document:
     from splitjax.report.advice.document import advice_document
 
     return advice_document(advice)
+
+
+def _draw_advice(advice: Advice, path: str | os.PathLike[str] | None) -> Any:
+    from splitjax.report.advice.plot import draw_advice
+
+    return draw_advice(advice, path)

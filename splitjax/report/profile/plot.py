@@ -7,17 +7,17 @@ dependency of splitjax.
 from __future__ import annotations
 
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
 
-from splitjax._files import replace_atomically
 from splitjax.display.figures import ratio_text, share_text
+from splitjax.display.pictures import new_figure, written
 from splitjax.errors import ProfileError
 from splitjax.report.profile.rows import headline
 from splitjax.sync.analysis import Profile, TensorProfile
 
+_PLACE = "Profile.plot"
 # So many tensors are shown by themselves: tables first, then the sparsest.
 _MAX_TENSORS = 12
 _NAME_CHARACTERS = 28
@@ -31,20 +31,10 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
 
     Raises `ProfileError` without matplotlib, and for a path that cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ProfileError(
-            "a profile is drawn with matplotlib, which is not installed",
-            place="Profile.plot",
-            remedy="pip install 'splitjax[demo]'",
-        ) from error
     # Of tensors without zeros there is nothing to see, unless there are no others.
     sparse = [tensor for tensor in profile.tensors if tensor.is_table or tensor.density < 1.0] or profile.tensors
     shown = sorted(sparse, key=lambda tensor: (not tensor.is_table, tensor.density))[:_MAX_TENSORS]
-    figure = Figure(figsize=(13, max(7.0, 3.4 + 0.36 * len(shown))), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, max(7.0, 3.4 + 0.36 * len(shown)), ProfileError, _PLACE)
     left_out = len(profile.tensors) - len(shown)
     figure.suptitle(headline(profile) + (f"; {left_out} denser tensors not shown" if left_out else ""))
     (density, densification), (skewness, overlap) = figure.subplots(2, 2, width_ratios=(5, 4))
@@ -52,17 +42,7 @@ def draw_profile(profile: Profile, path: str | os.PathLike[str] | None) -> Any:
     _skewness(skewness, profile, shown)
     _densification(densification, profile, shown)
     _overlap(figure, overlap, shown)
-    if path is not None:
-        try:
-            replace_atomically(pathlib.Path(path), lambda scratch: figure.savefig(scratch, dpi=120))
-        except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
-            raise ProfileError(
-                f"the plot cannot be written: {getattr(error, 'strerror', None) or error}",
-                value=str(path),
-                place="Profile.plot",
-                remedy="give a .png, .svg or .pdf file in an existing, writable folder",
-            ) from error
-    return figure
+    return written(figure, path, ProfileError, _PLACE)
 
 
 def _densities(axes: Any, shown: list[TensorProfile]) -> None:

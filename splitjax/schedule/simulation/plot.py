@@ -6,15 +6,20 @@ Results of simulations come in; files, or drawings in matplotlib axes, come out.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splitjax._files import replace_atomically
+from splitjax.display.pictures import new_figure, without_frame, written
 from splitjax.errors import ScheduleError
 from splitjax.schedule.model.result import SimulationResult, Span
+
+if TYPE_CHECKING:
+    from splitjax.schedule.simulation.compare import Comparison
+
+_PLACE = "plot"
 
 _COLUMNS = 1600  # moments of a Gantt chart
 _COLOURS = 18
@@ -24,24 +29,51 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
-    """Writes a picture of `results` to `path`: the distribution of completion times, all policies in one, and below it
-    a Gantt chart of each that kept its spans (`Options.spans`); the file's ending says how (PNG, SVG, PDF). Raises
+    """Writes the picture of `results` (`draw_results`) to `path`; the file's ending says how (PNG, SVG, PDF). Raises
     `ScheduleError` where matplotlib is not installed or the file cannot be written."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogFormatter
-    except ImportError as error:
-        raise ScheduleError("plots need matplotlib", place="plot", remedy='pip install "splitjax[demo]"') from error
-    charts = [result for result in results if result.spans]
-    figure = Figure(figsize=(11, 3.8 + 3.2 * len(charts)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes, *below = figure.subplots(1 + len(charts), 1, squeeze=False)[:, 0]
+    written(draw_results(results), path, ScheduleError, _PLACE)
+
+
+def draw_results(results: Sequence[SimulationResult], charts: Collection[str] | None = None) -> Any:
+    """Draws `results` and returns the figure: the distribution of completion times, all policies in one, and below it
+    who computed on which device when, of each policy that kept its spans (`Options.spans`), over one axis of time.
+
+    **Arguments:** `results`: of policies. `charts`: the policies whose devices are shown; all if None.
+
+    Raises `ScheduleError` where matplotlib is not installed.
+    """
+    shown = [result for result in results if result.spans and (charts is None or result.policy in charts)]
+    figure = new_figure(11, 3.8 + 3.2 * len(shown), ScheduleError, _PLACE)
+    axes, *below = figure.subplots(1 + len(shown), 1, squeeze=False)[:, 0]
+    _completion(axes, results)
+    end_seconds = max((result.makespan for result in shown), default=0.0)
+    for chart, result in zip(below, shown):
+        draw_gantt(chart, result, end_seconds)
+        chart.set(
+            title=(
+                f"{result.policy}, devices busy {result.busy:.0%}: colours are jobs, grey is shared (the darker, the"
+                " more jobs share), white is idle"
+            ),
+            ylabel="device",
+        )
+    return figure
+
+
+def _completion(axes: Any, results: Sequence[SimulationResult]) -> None:
+    """Draws which share of the jobs was done after which time, a line for each policy."""
+    from matplotlib.ticker import LogFormatter
+
     unit_seconds, unit = time_unit(max(float(result.completion_seconds.max()) for result in results))
-    for result in results:
+    for number, result in enumerate(results):
         seconds = np.sort(result.completion_seconds)
+        # Of policies that have the same times both lines are seen.
+        style = "--" if any(_same_times(result, earlier) for earlier in results[:number]) else "-"
         axes.step(
-            seconds / unit_seconds, (np.arange(len(seconds)) + 1) / len(seconds), where="post", label=result.policy
+            seconds / unit_seconds,
+            (np.arange(len(seconds)) + 1) / len(seconds),
+            where="post",
+            label=result.policy,
+            linestyle=style,
         )
     axes.set(title="completion time", xlabel=unit, ylabel="share of jobs done", ylim=(0, 1.01))
     if min(result.completion_seconds.min() for result in results) > 0:
@@ -49,21 +81,38 @@ def write_plot(path: pathlib.Path, results: Sequence[SimulationResult]) -> None:
         axes.xaxis.set_major_formatter(LogFormatter())  # 20, not 2 x 10^1
         axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     axes.legend()
-    for chart, result in zip(below, charts):
-        draw_gantt(chart, result)
-        chart.set(
-            title=f"{result.policy}: colours are jobs, grey is shared (the darker, the more jobs share), white is idle",
-            ylabel="device",
-        )
-    try:
-        replace_atomically(pathlib.Path(path), lambda scratch: figure.savefig(scratch, dpi=120))
-    except (OSError, ValueError) as error:
-        raise ScheduleError(
-            f"the plot cannot be written: {error}",
-            value=str(path),
-            place="plot",
-            remedy="name a .png, .svg or .pdf file in a folder that is there",
-        ) from error
+
+
+def _same_times(result: SimulationResult, other: SimulationResult) -> bool:
+    return np.allclose(np.sort(result.completion_seconds), np.sort(other.completion_seconds))
+
+
+def draw_efficiency(comparison: Comparison) -> Any:
+    """Draws what the policies of a `comparison` gain over gang scheduling in their own order, and returns the figure:
+    iteration efficiency with its bound, and cost efficiency; gang policies themselves are left out.
+
+    Raises `ScheduleError` where matplotlib is not installed.
+    """
+    # What was never asked for more than the cluster has, has no efficiency.
+    figures = {
+        name: found
+        for name, found in comparison.to_json().items()
+        if found["baseline"] not in (None, name) and found["iteration_efficiency"] is not None
+    }
+    figure = new_figure(9, 3.2, ScheduleError, _PLACE)
+    axes, places = figure.subplots(), np.arange(len(figures))
+    for shift, key, label in ((-0.2, "iteration_efficiency", "iterations"), (0.2, "cost_efficiency", "cost")):
+        bars = axes.bar(places + shift, [found[key] for found in figures.values()], 0.38, label=label, alpha=0.9)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    bounds = [found["bound"] for found in figures.values()]
+    axes.plot(places - 0.2, bounds, "k_", markersize=26, markeredgewidth=1.6, label="bound")
+    axes.axhline(1, color="black", linestyle=":", linewidth=1)
+    top = 1.3 * max([1.0, *bounds])
+    axes.set(ylabel="over gang scheduling in the same order", ylim=(0, top))
+    axes.set_xticks(places, list(figures))
+    axes.legend(frameon=False, ncols=3, loc="upper left")
+    without_frame(axes)
+    return figure
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
