@@ -53,11 +53,9 @@ def draw_seconds(tables: Mapping[str, Mapping[str, tuple[float, int]]], latency_
     figure = new_figure(12, 4.6, ProfileError, "draw_seconds")
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     rates = np.geomspace(_SLOWEST, _FASTEST, _NUM_RATES)
+    names = list(next(iter(tables.values())))  # a scheme has one colour in all panels, whatever the order of a table
     for axes, (title, schemes) in zip(panels, tables.items(), strict=True):
-        seconds = {
-            name: num_bytes * 8 / rates + num_messages * latency_seconds
-            for name, (num_bytes, num_messages) in schemes.items()
-        }
+        seconds = {name: schemes[name][0] * 8 / rates + schemes[name][1] * latency_seconds for name in names}
         _curves(axes, rates, seconds)
         axes.set(xscale="log", yscale="log", xlabel="link rate, bit/s", title=title, xlim=(_SLOWEST, _FASTEST))
         axes.grid(alpha=0.3)

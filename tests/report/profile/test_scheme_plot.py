@@ -24,3 +24,12 @@ def test_the_fastest_scheme_changes_with_the_link():
     assert few_bytes.get_label() == "few bytes" and len(fastest) == 2
     assert fastest[0].get_color() == few_bytes.get_color() and fastest[1].get_color() == few_messages.get_color()
     assert fastest[0].get_xdata()[1] == pytest.approx(12e9, rel=0.06)
+
+
+def test_a_scheme_has_the_colour_of_the_legend_in_every_panel():
+    """Tables come in the order of their own choice, the best first."""
+    tables = {"one": {"rows": (1e6, 3), "dense": (4e6, 1)}, "other": {"dense": (1e6, 1), "rows": (2e6, 3)}}
+    panels = draw_seconds(tables, 1e-3).axes
+    colours = [{line.get_label(): line.get_color() for line in axes.lines[:2]} for axes in panels]
+    assert colours[0] == colours[1] and len(set(colours[0].values())) == 2
+    assert panels[1].lines[2].get_color() == colours[1]["dense"], "which is the fastest there on every link"
