@@ -24,11 +24,12 @@ class _Programs(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         # The message itself is long: it has the types of all arguments.
-        if record.msg.startswith("Compiling %s") and isinstance(record.args, tuple):
+        message = str(record.msg)
+        if message.startswith("Compiling %s") and isinstance(record.args, tuple):
             name = str(record.args[0])
             known = _NAME.match(name)
             self._tell(known[1] if known else name)
-        elif record.msg.startswith("Finished XLA compilation"):
+        elif message.startswith("Finished XLA compilation"):
             self._tell("")
         return record.levelno >= self._level
 

@@ -1,5 +1,6 @@
 """Writes figures and names, the same wherever splitjax shows them: bytes, seconds, shares, ratios, and names that
-cannot break the table they stand in. Numbers go in with their unit in the argument's name; short texts come out."""
+cannot break the table they stand in. Numbers go in with their unit in the argument's name; short texts come out. Bytes
+are read, too, as people write them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from splitjax._plan_json import MESH_FORM
-from splitjax._plan_parts import Spec, spec_text
+from splitjax._plan_parts import PartialPlan, Spec, spec_text
 from splitjax.codec import Codec, Count, Wording
 from splitjax.display.figures import bytes_text, flops_text
 from splitjax.errors import PlanError
@@ -36,10 +36,12 @@ class LockedArray:
 
 @dataclasses.dataclass(frozen=True)
 class LockedTable:
-    """Holds the `scheme` that synchronises the gradient of the table at the path `param`."""
+    """Holds the `scheme` that synchronises the gradient of the table at the path `param`, and whether its update is
+    `lazy` (as `SyncPlan.lazy`)."""
 
     param: str
     scheme: str
+    lazy: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,19 @@ class LockedGradient:
 
     how: str
     num_parts: Count
+
+
+@dataclasses.dataclass(frozen=True)
+class LockedDepths:
+    """Holds how far back the workers of partial backpropagation differentiate: `assignment`, `estimator`, `rotate`,
+    `warmup_steps`, `statistics` and `first` as in `splitjax.plan.PartialPlan`."""
+
+    assignment: str
+    estimator: str
+    rotate: bool
+    warmup_steps: Count
+    statistics: str
+    first: tuple[Count, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +89,7 @@ class PlanLock:
     - `made_with`: the versions of splitjax and JAX that it was made with; they may differ.
     - `mesh`, `rules`, `replicated_batch`, `batch_axes`, `group_comm`: as in `Plan`.
     - `arrays`: where every array of the step's arguments lives. `tables`: how tables with row lookups are synchronised.
-      `gradients`: how gradient boundaries run. `depths`: of partial backpropagation, the first segment that each slot
-      differentiates.
+      `gradients`: how gradient boundaries run. `depths`: of partial backpropagation; None without it.
     - `figures`: predicted bytes and flops.
     """
 
@@ -88,7 +102,7 @@ class PlanLock:
     arrays: tuple[LockedArray, ...]
     tables: tuple[LockedTable, ...]
     gradients: tuple[LockedGradient, ...]
-    depths: tuple[Count, ...]
+    depths: LockedDepths | None
     figures: LockedFigures
 
     @classmethod
@@ -104,9 +118,9 @@ class PlanLock:
             arrays=tuple(
                 LockedArray(leaf.path, leaf.shape, leaf.dtype, leaf.spec, leaf.gradient) for leaf in plan.leaves
             ),
-            tables=tuple(LockedTable(sync.param, sync.scheme) for sync in plan.syncs),
+            tables=tuple(LockedTable(sync.param, sync.scheme, sync.lazy) for sync in plan.syncs),
             gradients=tuple(LockedGradient(each.how, each.num_parts) for each in plan.boundaries),
-            depths=() if plan.partial is None else plan.partial.first,
+            depths=None if plan.partial is None else _depths(plan.partial),
             figures=LockedFigures(
                 plan.memory.state_bytes,
                 plan.memory.peak_bytes,
@@ -145,6 +159,10 @@ class PlanLock:
         return tuple(_figures(self.figures, later.figures))
 
 
+def _depths(partial: PartialPlan) -> LockedDepths:
+    return LockedDepths(**{field.name: getattr(partial, field.name) for field in dataclasses.fields(LockedDepths)})
+
+
 def _decisions(here: PlanLock, there: PlanLock) -> Iterator[str]:
     for name, show in (
         ("mesh", str),
@@ -164,8 +182,14 @@ def _decisions(here: PlanLock, there: PlanLock) -> Iterator[str]:
     )
     if before != after:
         yield f"gradients: {before or 'none'} -> {after or 'none'}"
-    if here.depths != there.depths:
-        yield f"depths: {_numbers(here.depths)} -> {_numbers(there.depths)}"
+    if here.depths is None or there.depths is None:
+        if here.depths != there.depths:
+            yield "partial backpropagation: " + ("none -> some" if here.depths is None else "some -> none")
+        return
+    for field in dataclasses.fields(LockedDepths):
+        before, after = (getattr(depths, field.name) for depths in (here.depths, there.depths))
+        if before != after:
+            yield f"partial backpropagation: {field.name} {before} -> {after}"
 
 
 def _entries(
@@ -204,6 +228,8 @@ def _array_changes(here: LockedArray, there: LockedArray) -> Iterator[tuple[str,
 def _table_changes(here: LockedTable, there: LockedTable) -> Iterator[tuple[str, str, str]]:
     if here.scheme != there.scheme:
         yield "synchronised by ", here.scheme, there.scheme
+    if here.lazy != there.lazy:
+        yield "lazy ", str(here.lazy), str(there.lazy)
 
 
 def _of_gradient(array: LockedArray) -> Spec:
@@ -229,10 +255,6 @@ def _figures(here: LockedFigures, there: LockedFigures) -> Iterator[str]:
         shown = " -> ".join("unknown" if value is None else show(value) for value in (before, after))
         moved = f" ({100 * (after / before - 1):+.1f} %)" if before and after is not None else ""
         yield f"{name}: {shown}{moved}"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
 
 
 def _check(lock: PlanLock) -> None:

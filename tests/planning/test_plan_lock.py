@@ -13,7 +13,7 @@ import pytest
 import splitjax
 from splitjax import models
 from splitjax.errors import PlanError
-from splitjax.planning.plan_lock import LockedArray, PlanLock
+from splitjax.planning.plan_lock import LockedArray, LockedTable, PlanLock
 
 LOCKS = pathlib.Path(__file__).parent / "locks"
 CASES = {
@@ -75,6 +75,18 @@ def test_arrays_that_came_and_went():
     fewer = dataclasses.replace(lock, arrays=tuple(rest))
     assert lock.changed_decisions(fewer) == (f"array {first.path}: is no longer there",)
     assert fewer.changed_decisions(lock) == (f"array {first.path}: is new",)
+
+
+def test_depths_and_lazy_updates_are_decisions():
+    """They change the numbers: another assignment of the same depths is told."""
+    none, spatial, temporal = (
+        small(backprop=backprop)
+        for backprop in (None, splitjax.PartialBackprop(), splitjax.PartialBackprop(assignment="temporal"))
+    )
+    assert none.changed_decisions(spatial)[-1] == "partial backpropagation: none -> some"
+    assert "partial backpropagation: assignment spatial -> temporal" in spatial.changed_decisions(temporal)
+    eager, lazy = (dataclasses.replace(none, tables=(LockedTable("a", "zen", each),)) for each in (False, True))
+    assert eager.changed_decisions(lazy) == ("table a: lazy False -> True",)
 
 
 def test_layouts_are_equal_however_they_are_written():
