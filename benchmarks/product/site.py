@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.product.pages import ROOT
 
-# What a person asks, as in the issue that asked for the site, and the page that answers.
+# What a person asks, and the page that answers.
 QUESTIONS = {
     "How do I use my own Linen model?": "docs/frameworks",
     "How do I use NNX?": "docs/frameworks",
