@@ -16,6 +16,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.topologies import TopologyDescription
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from splitjax import _compat
 from splitjax.errors import MeshError
 from splitjax.roles import KNOWN_AXES, MeshRoles, Role
 
@@ -321,7 +322,7 @@ def with_devices(mesh: Mesh | AbstractMesh, place: str, runs: bool = True) -> Me
     for a mesh without such devices."""
     planning = "plan, shardings, abstract_state, graph and lower(...).as_text() work"
     if isinstance(mesh, Mesh):
-        if runs and getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime":
+        if runs and _compat.is_compile_only(mesh.devices.flat[0]):
             raise MeshError(
                 f"the devices of the mesh are those of a topology description ({mesh.devices.flat[0].device_kind}),"
                 " which programs are compiled for and cannot run on",

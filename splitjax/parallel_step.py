@@ -211,11 +211,11 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         backpropagation what runs first after the warm-up."""
         from splitjax.report.value import make_report  # it is loaded when it is first used
 
-        with_devices(self.mesh, f"{self._recipe.name}.report", runs=False)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.report", runs=False)
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
-        with _compat.metadata_in_cache_key():
+        with _compat.metadata_in_cache_key(mesh.devices.flat[0]):
             compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
         names = argument_names(entry.bound, getattr(program, "num_before", 0))
         return make_report(

@@ -6,6 +6,9 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # Most of the suite's time is the CPU backend's. Without LLVM's optimisations, and with each program compiled in one
 # piece (by default it is cut into up to 32, for many threads), about half of it is gone; the programs are the same down
@@ -30,6 +33,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 # A plugin may have imported JAX before the variable was set.
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0")
@@ -65,6 +69,56 @@ def pytest_collection_finish() -> None:
     """What imports have made stays until the end: each full collection would look through all of it for garbage."""
     gc.collect()
     gc.freeze()
+
+
+_SETTINGS = (
+    "jax_platforms",
+    "jax_enable_x64",
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+def _settings() -> dict[str, Any]:
+    return {name: getattr(jax.config, name) for name in _SETTINGS}
+
+
+@pytest.fixture(autouse=True)
+def _settings_stay() -> Iterator[None]:
+    """What a test sets for the whole process it sets back: with a cache left on, later tests would read what another
+    run of the suite has compiled."""
+    before = _settings()
+    yield
+    assert _settings() == before
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> Iterator[Callable[[str], tuple[int, str, str]]]:
+    """`run("plan --model mlp")` -> (exit status, standard output, standard error). A command sets up JAX for its
+    process; all of that is undone afterwards, and nothing is written outside the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPLITJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    # Remembered, so that what a command sets is unset again.
+    for variable in ("XLA_FLAGS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "NPROC"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    before = _settings()
+
+    from splitjax.cli import main
+
+    def command(line: str) -> tuple[int, str, str]:
+        try:
+            status = main(shlex.split(line))
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return (status, *capsys.readouterr())
+
+    yield command
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # once begun, it is used whatever the settings say
 
 
 @pytest.fixture

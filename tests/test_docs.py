@@ -130,14 +130,13 @@ def test_the_readme_is_short_and_names_the_rival_of_each_figure():
     assert len(figures) == 5 and all(row[1] for row in figures)
 
 
-def test_the_picture_of_the_readme_is_what_the_command_draws(tmp_path, capsys):
-    from splitjax.cli import main
-
+def test_the_picture_of_the_readme_is_what_the_command_draws(tmp_path, run):
     line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "--svg plan.svg" in line)
     command = re.search(r"`splitjax (plan .*?)`", line)
     assert command is not None
     drawn = tmp_path / "plan.svg"
-    assert main([*command[1].replace("plan.svg", str(drawn)).split()]) == 0
+    status, _, err = run(command[1].replace("plan.svg", str(drawn)))
+    assert status == 0, err
     assert drawn.read_text() == (ROOT / "docs" / "images" / "plan-vgg16.svg").read_text()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,16 +52,28 @@ def telling_programs(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def metadata_in_cache_key() -> Iterator[None]:
-    """Compiles anew, or from a cache entry of the very same source lines and names: JAX's persistent cache otherwise
-    returns an executable with the metadata of whatever program of the same operations was compiled first."""
-    name = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
+def metadata_in_cache_key(device: jax.Device) -> Iterator[None]:
+    """Compiles for `device` anew, or from a cache entry of the very same source lines and names: JAX's persistent cache
+    otherwise returns an executable with the metadata of whatever program of the same operations was compiled first.
+
+    Nothing is kept for a device of a topology description: JAX writes such programs into its cache and then cannot read
+    them ("PjRtCompiler must be constructed with a Client"), of which it warns each time."""
+    settings: dict[str, Any] = {"jax_compilation_cache_include_metadata_in_key": True}
+    if is_compile_only(device):
+        settings["jax_persistent_cache_min_compile_time_secs"] = math.inf
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
         yield
     finally:
-        jax.config.update(name, before)
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def is_compile_only(device: jax.Device) -> bool:
+    """Returns whether `device` is of a topology description: programs are compiled for it and cannot run on it."""
+    return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
 
 
 def serialized_modules(compiled: Any) -> list[bytes]:
