@@ -52,6 +52,7 @@ html_theme_options = {
     "home_page_in_toc": True,
 }
 html_extra_path = ["_site/root"]
+html_search_scorer = str(pathlib.Path(__file__).resolve().parent / "_site" / "scorer.js")
 html_static_path = ["_site/static"]
 html_css_files = ["narrow.css"]
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is

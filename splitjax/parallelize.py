@@ -41,7 +41,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `mesh`: `{"axis": size}`, where one size may be -1, a `jax.sharding.Mesh` with axes of any type, an `AbstractMesh`
       to plan and lower for, or None for all devices on the axis `data` (docs/meshes.md).
     - `roles`: what axes of the mesh are for whose names do not tell it: `{"x": "tensor"}`, with `"data"`, `"storage"`,
-      `"tensor"`, `"expert"`, `"sequence"` or `"stage"` (docs/rules.md).
+      `"tensor"`, `"expert"`, `"sequence"` or `"stage"` (docs/meshes.md).
     - `rules`: the name of a rule set, the path of a TOML file, or a `RuleSet`. It gives every parameter its sharding.
     - `donate`: whether a call consumes its states (their memory is reused for the new ones).
     - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and how tables are synchronised if it says so; a

@@ -140,6 +140,20 @@ def test_the_picture_of_the_readme_is_what_the_command_draws(tmp_path, run):
     assert drawn.read_text() == (ROOT / "docs" / "images" / "plan-vgg16.svg").read_text()
 
 
+# What a reader may do without; the other pages of features say so in their words.
+FEATURES = (
+    *("choosing", "rules", "meshes", "planning", "sparse", "partial_backpropagation", "sharded_state", "splitbrain"),
+    *("kernels", "time", "verify", "scheduler", "reports", "checkpoints", "launching", "training", "data"),
+    "mixed_precision",
+)
+
+
+@pytest.mark.parametrize("page", FEATURES)
+def test_the_page_of_a_feature_begins_with_when_to_use_it(page):
+    title, first = (ROOT / "docs" / f"{page}.md").read_text().split("\n\n")[:2]
+    assert title.startswith("# ") and re.match(r"Use .*? if ", first), first
+
+
 # Nobody understood them; each has a plain sentence in its place.
 RIDDLES = (
     "split theirs over",

@@ -214,4 +214,5 @@ def _pinned(plan: Plan, types: Sequence[jax.ShapeDtypeStruct]) -> Plan:
         dataclasses.replace(leaf, shape=tuple(like.shape), dtype=str(like.dtype))
         for leaf, like in zip(plan.leaves, types, strict=True)
     )
-    return dataclasses.replace(plan, leaves=leaves, syncs=(), partial=None)
+    # The memory by lifetimes is predicted when it is read: here, where types are wider, the step would be another.
+    return dataclasses.replace(plan.with_summed_memory(), leaves=leaves, syncs=(), partial=None)

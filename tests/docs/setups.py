@@ -60,8 +60,9 @@ step = splitjax.parallelize(step_fn, mesh={"data": 4}, rules="data_parallel")
 state = step.init(init_fn, key, example=(batch,))
 """
     },
+    "planning": {0: 'batch = {"x": np.zeros(64, "i4"), "y": np.zeros(64, "f")}'},
     "rules": {
-        2: """
+        1: """
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -75,7 +76,7 @@ def step_fn(state, batch):
 batch = {"x": np.zeros((32, 16), "f")}
 init_fn = lambda key: Layer().init(key, batch["x"])
 """,
-        3: "from splitjax.primitives.operation import Linearity",
+        2: "from splitjax.primitives.operation import Linearity",
     },
     "sparse": {1: 'train_step = splitjax.parallelize(step_fn, mesh={"data": 8}, rules="data_parallel", sync="auto")'},
     "time": {

@@ -303,3 +303,15 @@ def test_a_step_like_another_is_verified_on_its_layouts():
     assert evaluate.verify(state, batch).ok
     wrong = step.like(lambda state, batch: lie(batch["x"] @ state["params"]["first"]).mean())
     assert wrong.verify(state, batch).findings[0].operation == "lying"
+
+
+def test_ids_that_numpy_made_are_verified():
+    """They are of 64 bits, where JAX's own are of 32: the plan's memory, which is predicted when it is first read, was
+    once predicted for the wider ones."""
+
+    @splitjax.parallelize(mesh={"data": 8}, rules="data_parallel")
+    def step(table, ids):
+        loss, grad = splitjax.value_and_grad(lambda table: jnp.mean(jnp.tanh(table[ids])))(table)
+        return table - 0.1 * grad, loss
+
+    assert step.verify(jnp.ones((64, 4)), np.arange(64)).ok
