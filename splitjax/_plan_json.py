@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from splitjax._plan_parts import Collective, LeafPlan, Memory, PlanParts, Spec, spec_axes
 from splitjax._plan_purpose import Purpose
-from splitjax.codec import Called, Codec, Form, Wording, fields_of, similar
+from splitjax.codec import Called, Codec, Form, Wording, fields_of, similar, without_nones
 from splitjax.errors import MeshError, PlanError
 from splitjax.mesh import MeshShape
 from splitjax.roles import read_roles
@@ -83,6 +83,8 @@ def _write_memory(memory: Memory) -> dict[str, Any]:
     return fields if memory.bound_bytes is None else {**fields, **simulated}
 
 
+# A leaf without padding is written as it was before there was any.
+LEAF_FORM: Form[LeafPlan] = without_nones("logical")
 # Without a bound it is written as it was before there were bounds.
 MEMORY_FORM: Form[Memory] = Form(_write_memory)
 # The sentence `why` is written for who reads the text; what counts on the way in is the purpose. A collective of
@@ -102,7 +104,13 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
             remake="make the plan anew with this version of splitjax: `step.plan(...).save(path)`",
         ),
         format=FORMAT,
-        forms={MeshShape: MESH_FORM, Memory: MEMORY_FORM, Collective: COLLECTIVE_FORM, Purpose: PURPOSE_FORM},
+        forms={
+            LeafPlan: LEAF_FORM,
+            MeshShape: MESH_FORM,
+            Memory: MEMORY_FORM,
+            Collective: COLLECTIVE_FORM,
+            Purpose: PURPOSE_FORM,
+        },
         entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries", "warnings"),
         unless_empty=("boundaries", "compute", "warnings"),
         finite=True,

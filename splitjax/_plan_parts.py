@@ -58,6 +58,8 @@ class LeafPlan:
     - `note`: why the spec is not what one might expect, such as `"out 10 does not divide by model=4"`.
     - `bytes_per_device`: of the piece that a device holds.
     - `gradient`: onto what a parameter's gradient is summed, with its optimizer state; None: as the parameter.
+    - `logical`: the shape that the step knows, where the array is stored with zeros behind it (`uneven="pad"`); None
+      where that is `shape`.
     """
 
     path: str
@@ -70,6 +72,14 @@ class LeafPlan:
     note: str = ""
     bytes_per_device: Count = 0
     gradient: Spec | None = None
+    logical: tuple[Count, ...] | None = None
+
+    @property
+    def padding_bytes(self) -> int:
+        """The bytes of a device's piece that stand for what the array is padded with."""
+        if self.logical is None:
+            return 0
+        return self.bytes_per_device - self.bytes_per_device * math.prod(self.logical) // math.prod(self.shape)
 
     @functools.cached_property
     def axes_by_dim(self) -> tuple[tuple[str, ...], ...]:

@@ -22,6 +22,7 @@ from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_e
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
+from splitjax.errors import StateError
 from splitjax.mesh import MeshSizes, check_mesh, platform_of, with_devices
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
@@ -272,6 +273,28 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         """Puts existing `states` onto the plan (copies: the originals stay usable). `example`: all other arguments of
         the step, in order. Returns one state, or a tuple of them."""
         return place_state(self._programs.entry, self._recipe, self.mesh, states, example)
+
+    @overload
+    def logical(self, state: S, /) -> S: ...
+    @overload
+    def logical(self, *states: *States) -> tuple[*States]: ...
+    @_compat.outside_mesh
+    def logical(self, *states: Any) -> Any:
+        """Returns `states`, in `state_argnums` order, without the padding that `uneven="pad"` stores them with: in the
+        sizes that the step knows, for tools of one's own. Other leaves are handed on as they are. `place` is the way
+        back, and the step itself takes them as well. Returns one state, or a tuple of them.
+
+        Raises `StateError` where they are not as many as the step takes."""
+        numbers = self._recipe.options.state_argnums
+        if len(states) != len(numbers):
+            raise StateError(
+                f"logical got {len(states)} states, the step has {len(numbers)}",
+                value=numbers,
+                place=f"{self._recipe.name}.logical",
+                remedy="pass one state per state argument, in state_argnums order",
+            )
+        cut = tuple(self._programs.logical(number, state) for number, state in zip(numbers, states, strict=True))
+        return cut[0] if len(cut) == 1 else cut
 
     @_compat.outside_mesh
     def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:

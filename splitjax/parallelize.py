@@ -52,6 +52,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `state_outnums`: positions of the states among the results, where structure does not tell.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `unknown`: `"error"`, or `"gather"` to replicate around primitives that have no dim rule.
+    - `uneven`: `"error"`, or `"pad"` to store parameters whose sizes do not divide with zeros behind them, up to the
+      next size that does, and to show the step, evaluations and checkpoints what they are without (docs/meshes.md). It
+      does not change the numbers.
     - `group_comm`: how examples cross from replicated into split layers: `"gather"`, `"turns"`, `"modulo"`, or
       `"auto"`, which chooses between the first and the last by predicted memory.
     - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over

@@ -23,10 +23,12 @@ from splitjax.mesh import inside_mesh, platform_of
 from splitjax.plan import ComingMemory, LeafPlan, Memory
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.fused import fused_products
+from splitjax.planning.padding import find_padding, logical_spec
 from splitjax.planning.passes import completed, draft_step, with_tables
 from splitjax.planning.predict import predict
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
+from splitjax.step.padding.stored import with_padding
 from splitjax.step.traced import Traced, trace_step, with_dealt
 
 
@@ -49,10 +51,15 @@ def begin(
     that an evaluation follows; None for a training step."""
     request = plan_request(recipe, platform_of(mesh), layouts)
     simulator = functools.partial(_simulated, recipe, mesh)
+    padding = find_padding(Draft.of(traced, inside_mesh(mesh), request, CHOOSER))
+    if padding:
+        traced = with_padding(traced, padding)
     draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     if not traced.is_settled:
-        specs = [leaf.spec for leaf in draft.layout.leaves]
-        traced = trace_step(recipe, traced.bound, traced.matched, mesh, specs)
+        specs = [logical_spec(leaf, draft.shape, moves=False) for leaf in draft.layout.leaves]
+        traced = trace_step(recipe, traced.call, traced.matched, mesh, specs)
+        if padding:
+            traced = with_padding(traced, padding)
         draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     products, fused = fused_products(draft)
     while products:
@@ -100,6 +107,7 @@ def plan_request(recipe: Recipe, platform: str, layouts: Mapping[str, LeafPlan] 
         sync=recipe.request,
         backprop=recipe.backprop,
         platform=platform,
+        uneven=recipe.uneven,
     )
 
 

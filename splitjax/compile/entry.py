@@ -30,7 +30,8 @@ from splitjax.planning.tables.sync_request import parse as parse_sync
 from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.step.agreement import agree, program_text
-from splitjax.step.arguments import Bound
+from splitjax.step.arguments import Bound, abstract
+from splitjax.step.padding.stored import stored_array
 from splitjax.step.positions import ArgumentRoles, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
 from splitjax.step.said import placed_spec
@@ -53,6 +54,7 @@ class Recipe:
     - `returns_state`: whether the step returns its states; False for an evaluation.
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
     - `roles`: what the user said that mesh axes are for.
+    - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -69,6 +71,7 @@ class Recipe:
     backprop: PartialBackprop | None = None
     verify: str | None = None
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
+    uneven: str = "error"
 
     @functools.cached_property
     def request(self) -> SyncRequest:
@@ -136,8 +139,13 @@ class CompiledEntry:
 
     @property
     def bound(self) -> Bound:
-        """Returns the call that the entry was built for, taken apart."""
+        """Returns the call that the entry was built for, taken apart, with leaves as they are stored."""
         return self.traced.bound
+
+    @property
+    def call(self) -> Bound:
+        """Returns the call that the entry was built for, taken apart, with leaves of the sizes that the step knows."""
+        return self.traced.call
 
     @property
     def graph(self) -> Graph:
@@ -183,12 +191,18 @@ class CompiledEntry:
     def operands(self, args: tuple[Any, ...], residuals: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns the operands of a program for the step's positional arguments `args` and its `residuals`, by
         table."""
+        args, _ = self.stored(args)
         return (dict(residuals), *args) if self.residuals else args
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
         """Returns the sharding of every leaf of the arguments that are not static, in order."""
         return tuple(named_sharding(self.mesh, leaf.spec) for leaf in self.plan.leaves)
+
+    @functools.cached_property
+    def described(self) -> list[jax.ShapeDtypeStruct]:
+        """Describes every leaf of the arguments that are not static, as it is stored."""
+        return abstract(self.bound.leaves, self.bound.signature.avals)
 
     def argument_shardings(self, recipe: Recipe) -> tuple[Any, ...]:
         """Returns the shardings as a pytree per argument of the step that `recipe` describes; None for static
@@ -203,8 +217,9 @@ class CompiledEntry:
     def laid_out(self, recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the positional arguments `args` of the step that `recipe` describes with those arrays where the plan
         has them that lie whole on every device of its mesh. Such an array was put there by no one who wanted it split:
-        `jax.set_mesh` does so to whatever is made under it. They are `args` themselves where there is none."""
-        moved = False
+        `jax.set_mesh` does so to whatever is made under it. Arrays that the plan stores padded are padded. They are
+        `args` themselves where there is none."""
+        args, moved = self.stored(args)
 
         def put(leaf: Any, where: NamedSharding) -> Any:
             nonlocal moved
@@ -220,6 +235,25 @@ class CompiledEntry:
         )
         return placed if moved else args
 
+    def stored(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+        """Returns the positional arguments `args` of the step as they are stored: with those leaves padded that are not
+        yet. Also whether there were such."""
+        if self.traced.known is None:
+            return args, False
+        static = dict(self.bound.signature.static)
+        dynamic = [number for number in range(len(args)) if number not in static]
+        leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
+        changed = [
+            stored_array(leaf, plan.shape, where)
+            if plan.logical is not None and tuple(jax.numpy.shape(leaf)) == plan.logical
+            else leaf
+            for leaf, plan, where in zip(leaves, self.plan.leaves, self.shardings, strict=True)
+        ]
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
+            return args, False
+        placed = dict(zip(dynamic, jax.tree.unflatten(tree, changed), strict=True))
+        return tuple(placed.get(number, arg) for number, arg in enumerate(args)), True
+
     def meet_processes(self, recipe: Recipe, args: tuple[Any, ...]) -> str:
         """Compares, in all processes, what they are about to do with the arguments `args` of a call of the step that
         `recipe` describes, and returns where they met (`step.agreement.agree`). Raises `ProcessError` where that
@@ -232,6 +266,7 @@ class CompiledEntry:
 
     def across_processes(self, recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the positional arguments `args` of the step that `recipe` describes as global arrays."""
+        args, _ = self.stored(args)
         dynamic = [number for number in range(len(args)) if number not in recipe.options.static_argnums]
         leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
         placed = dict(zip(dynamic, jax.tree.unflatten(tree, on_mesh(leaves, self.shardings)), strict=True))

@@ -19,6 +19,7 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
 from splitjax.mesh import with_devices
 from splitjax.planning.sites.layout import named_sharding
+from splitjax.step.padding.stored import padding_of, stored_array
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
 from splitjax.step.traced import naming_axes
@@ -45,13 +46,15 @@ def init_state(
 
     Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
     with_devices(mesh, f"{recipe.name}.init")
-    _, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+    _, stored = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, stored)
 
     def create(*args: Any) -> Any:
         # Weak types (Python numbers in the state) would make the second call another program.
         strong = lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x)
         made = naming_axes(init_fn, mesh)(*args)
-        return jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
+        made = jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
+        return jax.tree.map(_with_padding, made, stored)
 
     return name_layout(jax.jit(create, out_shardings=shardings)(*init_args), shardings)
 
@@ -66,8 +69,9 @@ def abstract_state(
 ) -> Any:
     """Describes the states that `init_state` would create as `ShapeDtypeStruct`s with shardings
     (`ParallelStep.abstract_state`). `entry_for`, `recipe`, `mesh`, `init_fn`, `init_args`, `example`: as there."""
-    abstract, shardings = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
-    described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+    abstract, stored = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, stored)
+    described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.shape, x.dtype, sharding=s.sharding), abstract, stored)
     return name_layout(described, shardings)
 
 
@@ -90,11 +94,11 @@ def place_state(
     # Where the states lie now pins nothing: they are to be moved.
     bare = tuple(jax.tree.map(_anywhere, state) for state in states)
     arguments = with_states(recipe.fn, recipe.options.state_argnums, bare, example)
-    shardings = _shardings(entry_for(arguments), recipe, mesh)
-    moved = tuple(
-        name_layout(jax.tree.map(_copy_to, state, where), where) for state, where in zip(states, shardings, strict=True)
-    )
-    return moved[0] if len(moved) == 1 else moved
+    moved = []
+    for state, stored in zip(states, _stored(entry_for(arguments), recipe, mesh), strict=True):
+        where = jax.tree.map(lambda leaf: leaf.sharding, stored)
+        moved.append(name_layout(jax.tree.map(_copy_to, state, stored), where))
+    return moved[0] if len(moved) == 1 else tuple(moved)
 
 
 def _anywhere(leaf: Any) -> Any:
@@ -104,8 +108,19 @@ def _anywhere(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
-def _copy_to(leaf: Any, where: NamedSharding) -> jax.Array:
-    """Returns a copy of a leaf, laid out as `where` says."""
+def _with_padding(leaf: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a leaf as it is stored: with zeros behind its entries where it is larger then."""
+    if leaf.shape == stored.shape:
+        return leaf
+    return jnp.pad(leaf, padding_of(leaf.shape, stored.shape))
+
+
+def _copy_to(leaf: Any, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a copy of a leaf as it is stored, padded where it is larger then, and laid out."""
+    where = stored.sharding
+    assert isinstance(where, NamedSharding), "the plan says where every leaf lies"
+    if tuple(jnp.shape(leaf)) != stored.shape:
+        return stored_array(leaf, stored.shape, where)
     moved = on_mesh([leaf], [where])[0] if where.mesh.is_multi_process else jax.device_put(leaf, where)
     # device_put hands on the buffer of a device that holds the right part already, and the first step would donate it.
     return jnp.copy(moved) if isinstance(leaf, jax.Array) else moved
@@ -134,7 +149,7 @@ def _planned(
     init_args: Arguments,
     example: Sequence[Any],
 ) -> tuple[Any, Any]:
-    """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and the plan's shardings for it."""
+    """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and how it is stored, with shardings."""
     abstract = jax.eval_shape(naming_axes(init_fn, mesh), *init_args)
     single = len(recipe.options.state_argnums) == 1
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(recipe.options.state_argnums)):
@@ -146,17 +161,19 @@ def _planned(
         )
     strong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
     states = (strong,) if single else tuple(strong)
-    shardings = _shardings(
-        entry_for(with_states(recipe.fn, recipe.options.state_argnums, states, example)), recipe, mesh
-    )
-    return strong, shardings[0] if single else type(abstract)(shardings)
+    stored = _stored(entry_for(with_states(recipe.fn, recipe.options.state_argnums, states, example)), recipe, mesh)
+    return strong, stored[0] if single else type(abstract)(stored)
 
 
-def _shardings(entry: CompiledEntry, recipe: Recipe, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
-    """Returns the plan's shardings of every state, as a pytree each."""
+def _stored(entry: CompiledEntry, recipe: Recipe, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+    """Returns how every state is stored, as a pytree of `ShapeDtypeStruct`s with the plan's shardings each."""
     out = []
     for number in recipe.options.state_argnums:
-        leaves = entry.plan.leaves[slice(*entry.bound.spans[number])]
+        start, stop = entry.bound.spans[number]
         tree = jax.tree.structure(entry.bound.args[number])
-        out.append(jax.tree.unflatten(tree, [named_sharding(mesh, leaf.spec) for leaf in leaves]))
+        described = [
+            jax.ShapeDtypeStruct(leaf.shape, aval.dtype, sharding=named_sharding(mesh, leaf.spec))
+            for leaf, aval in zip(entry.plan.leaves[start:stop], entry.described[start:stop], strict=True)
+        ]
+        out.append(jax.tree.unflatten(tree, described))
     return tuple(out)

@@ -45,6 +45,7 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         given["donate"],
         given["unknown"],
         returns_state=True,
+        uneven=given["uneven"],
         group_comm=given["group_comm"],
         shard_state=given["shard_state"],
         sync=parse(given["sync"], f"parallelize({getattr(fn, '__name__', fn)!s})"),

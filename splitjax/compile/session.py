@@ -42,7 +42,7 @@ class Session:
 
     def observer(self, entry: CompiledEntry) -> TableObserver:
         """Makes the observer of the steps of `entry`: it has seen nothing, or what the resumed run saw of them."""
-        seen = self.resumed.get(inputs_of(entry.bound, entry.mesh))
+        seen = self.resumed.get(inputs_of(entry.call, entry.mesh))
         if seen is None or entry.sparse is None or bool(seen.syncs) == entry.observes:
             return TableObserver()
         if entry.observes and not _observed_alike(seen, entry.sparse):
@@ -116,5 +116,5 @@ def merged(
     known = dict(seen)
     for signature, observer in observers.items():
         entry = entries[signature]
-        known[inputs_of(entry.bound, entry.mesh)] = observer.seen(entry.observes, entry.plan.syncs)
+        known[inputs_of(entry.call, entry.mesh)] = observer.seen(entry.observes, entry.plan.syncs)
     return known

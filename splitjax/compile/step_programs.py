@@ -16,24 +16,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
 from splitjax.lower.partial.workers import prepare
-from splitjax.mesh import MeshSizes, inside_mesh, make_mesh, with_devices
+from splitjax.mesh import MeshShape, MeshSizes, inside_mesh, make_mesh, with_devices
 from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan, SyncPlan
 from splitjax.planning.carried import Carried, inputs_of
 from splitjax.planning.draft import Draft, KnownTables
 from splitjax.planning.observing import TableDecision, TableObserver, axes_to_measure, decide
+from splitjax.planning.padding import logical_spec, matching
 from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
 from splitjax.step.agreement import wait_for_compiled
-from splitjax.step.arguments import Bound, Signature, bind, difference
+from splitjax.step.arguments import Bound, Signature, bind, difference, leaf_path
 from splitjax.step.options import reject_mutating_modules
+from splitjax.step.padding.stored import logical_array, logical_bound
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link
 from splitjax.trace.collecting import uncollected
@@ -72,7 +74,9 @@ class StepPrograms:
         self.last: CompiledEntry | None = None
         self.compiles: list[CompileRecord] = []
         self.kept: Session = Session()
-        self._entries: dict[Signature, CompiledEntry] = {}
+        self._entries: dict[Signature, CompiledEntry] = {}  # by the signature of the call as the step knows it
+        # By path of a leaf that is stored padded: the shape that it is stored with -> the one that the step knows.
+        self._padded: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._drafts: dict[Signature, Draft] = {}  # of each, all that does not hang on what is known of its tables
         # Where the processes met that were found to share an entry, by the id of the entry.
         self._meetings: dict[int, tuple[weakref.ref[CompiledEntry], str]] = {}
@@ -100,22 +104,52 @@ class StepPrograms:
         """Returns plan and program for the signature of a call with `args`, built when it is new. Raises what tracing
         and planning raise."""
         reject_mutating_modules(args, self._recipe.name)
-        bound = bind(self._recipe.fn, self._recipe.options, args)
+        bound = self._as_known(bind(self._recipe.fn, self._recipe.options, args))
         entry = self._entries.get(bound.signature)
         if entry is None:
             check_partitioner(self.mesh.size, f"parallelize({self._recipe.name})")
             seen = self.kept.resumed.get(inputs_of(bound, self.mesh))
             entry = self._build(bound, carried=() if seen is None else seen.syncs)
             self._entries[bound.signature] = entry
+            for leaf in entry.plan.leaves:
+                if leaf.logical is not None:
+                    self._padded.setdefault(leaf.path, {})[leaf.shape] = leaf.logical
         self.last = entry
         return entry
+
+    def _as_known(self, bound: Bound) -> Bound:
+        """Returns a call with leaves of the sizes that the step knows: some of them may come as they are stored."""
+        padded: Mapping[str, Mapping[tuple[int, ...], tuple[int, ...]]] = self._padded
+        if self._training is not None:
+            known = [leaf for leaf in self._training.layouts().values() if leaf.logical is not None]
+            found: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+            for argument, (shape, _, _) in zip(bound.arguments, bound.signature.avals, strict=True) if known else ():
+                leaf = matching(known, argument.path, shape, is_stored=True) if argument.is_state else None
+                if leaf is not None and leaf.logical is not None:
+                    found[argument.path] = {shape: leaf.logical}
+            padded = found
+        return logical_bound(bound, padded) if padded else bound
+
+    def logical(self, number: int, state: Any) -> Any:
+        """Returns the state at position `number` without padding: leaves that the step stores padded, in the sizes that
+        it knows, laid out over the same devices as far as these divide them."""
+        planned = {(leaf.path, leaf.shape): leaf for entry in self._entries.values() for leaf in entry.plan.leaves}
+
+        def cut(path: Any, leaf: Any) -> Any:
+            plan = planned.get((leaf_path(self._recipe.options, number, path), tuple(getattr(leaf, "shape", ()))))
+            if plan is None or plan.logical is None:
+                return leaf
+            where = NamedSharding(self.mesh, PartitionSpec(*logical_spec(plan, MeshShape.of(self.mesh))))
+            return logical_array(leaf, plan.logical, where)
+
+        return jax.tree_util.tree_map_with_path(cut, state)
 
     def settled(self, entry: CompiledEntry) -> CompiledEntry:
         """Returns the entry that the signature of `entry` runs from now on: a new one, once the first steps of its
         tables were observed."""
         if entry.sparse is None:
             return entry
-        signature = entry.bound.signature
+        signature = entry.call.signature
         if signature not in self._observers and self.kept.resumed:
             self._observers[signature] = self.kept.observer(entry)
         observer = self._observers.get(signature)
@@ -126,7 +160,7 @@ class StepPrograms:
             request, samples = self._recipe.request, observer.take_samples()
             links = {axes: measure_link(self.inside, axes) for axes in axes_to_measure(entry.sparse, request)}
             decision = decide(entry.sparse, request, samples, links)
-            entry = self._build(entry.bound, decision, "its tables were observed")
+            entry = self._build(entry.call, decision, "its tables were observed")
         elif observer.overflows():
             if pins_tables(self._recipe.pinned):
                 logger.warning(
@@ -155,9 +189,9 @@ class StepPrograms:
         self.kept.num_steps += entry.partial is not None
         if residuals:
             self.kept.residuals = dict(residuals[0])
-        if entry.bound.signature not in self._observers:
-            self._observers[entry.bound.signature] = self.kept.observer(entry)
-        self._observers[entry.bound.signature].note(observed)
+        if entry.call.signature not in self._observers:
+            self._observers[entry.call.signature] = self.kept.observer(entry)
+        self._observers[entry.call.signature].note(observed)
         return result
 
     def across_processes(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], CompiledEntry]:
@@ -203,9 +237,9 @@ class StepPrograms:
         for signature, entry in self._entries.items():
             if entry.sparse is None:
                 continue
-            seen = carried.seen.get(inputs_of(entry.bound, entry.mesh))
+            seen = carried.seen.get(inputs_of(entry.call, entry.mesh))
             if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
-                new = self._build(entry.bound, carried=seen.syncs, reason="a run is resumed")
+                new = self._build(entry.call, carried=seen.syncs, reason="a run is resumed")
             elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
                 new = self._observing(entry)
             else:
@@ -220,9 +254,9 @@ class StepPrograms:
 
     def _observing(self, entry: CompiledEntry) -> CompiledEntry:
         """The program of an entry's first steps."""
-        signature = entry.bound.signature
+        signature = entry.call.signature
         if signature not in self._first:
-            self._first[signature] = self._build(entry.bound, observes=True, reason="its tables are observed anew")
+            self._first[signature] = self._build(entry.call, observes=True, reason="its tables are observed anew")
         return self._first[signature]
 
     def _build(
@@ -247,7 +281,7 @@ class StepPrograms:
             entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew
         if not reason:
-            differences = [difference(bound, old.bound) for old in self._entries.values()]
+            differences = [difference(bound, old.call) for old in self._entries.values()]
             reason = min(differences)[1] if differences else "first call"
         seconds = time.perf_counter() - started
         jax.monitoring.record_event_duration_secs(BUILT_EVENT, seconds)

@@ -46,6 +46,7 @@ class PlanRequest:
       whose decisions are taken over instead; None for none.
     - `followed`: by path, the layout of the training step that an evaluation follows; None for a training step.
     - `unknown`: `error` or `gather`, for operations without dim rule.
+    - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `group_comm`, `shard_state`, `backprop`: the options of these names. `sync`: how tables are synchronised.
     - `platform`: of the devices, such as `cpu`.
     """
@@ -62,6 +63,7 @@ class PlanRequest:
     sync: SyncRequest
     backprop: PartialBackprop | None
     platform: str
+    uneven: str = "error"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes, spec_text
 from splitjax.planning.draft import Draft
 from splitjax.planning.examples import check_examples
+from splitjax.planning.padding import describe
 from splitjax.planning.sites.constraints import place_batches
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.assign import Assignment
@@ -45,7 +46,22 @@ def lay_out(draft: Draft) -> Draft:
         check_examples(draft)
         unmatched = unmatched_paths(request.rules.rules, graph)
         layout = dataclasses.replace(layout, notes=(*layout.notes, *unmatched))
-    return dataclasses.replace(draft, layout=layout, notes=(*layout.notes, *draft.pins.notes))
+    layout = _with_logical(draft, layout)
+    padded = describe(layout.leaves)
+    told = [padded] if padded and padded not in layout.notes else []
+    return dataclasses.replace(draft, layout=layout, notes=(*layout.notes, *told, *draft.pins.notes))
+
+
+def _with_logical(draft: Draft, layout: Assignment) -> Assignment:
+    """Returns the layout with the shapes that the step knows, of leaves that are stored padded."""
+    if draft.traced.known is None:
+        return layout
+    shapes = [aval[0] for aval in draft.traced.known.signature.avals]
+    leaves = tuple(
+        dataclasses.replace(leaf, logical=shape if shape != leaf.shape else None)
+        for leaf, shape in zip(layout.leaves, shapes, strict=True)
+    )
+    return dataclasses.replace(layout, leaves=leaves)
 
 
 def place_examples(draft: Draft) -> Draft:

@@ -19,6 +19,8 @@ MAX_OVER_IDEAL = 1.1
 # So are parameters that do not lie as their rules would have them, above this share of all.
 MAX_UNFIT = 0.01
 _NUM_SHOWN = 3
+# The option that makes sizes divide.
+PAD = 'uneven="pad"'
 
 
 def find_waste(draft: Draft, predicted: Prediction) -> tuple[PlanWarning, ...]:
@@ -65,7 +67,7 @@ def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dic
     layers = {path: layer.name for layer in layout.layers for path in layer.params}
     unfit = [why for path, why in layout.unfit.items() if layers.get(path) in extra]
     if unfit:
-        return f"change the sizes that do not divide ({unfit[0]})"
+        return f"change the sizes that do not divide ({unfit[0]}), or store them padded: {PAD}"
     if whole:
         return (
             "let the number of examples that a product sees at once divide by"
@@ -96,7 +98,8 @@ def _unfit(draft: Draft) -> PlanWarning | None:
         f"{100 * share:.3g} % of the parameters do not lie as the rules {draft.layout.rules!r} would have them first:"
         f" {_largest(sizes)}; {largest}: {draft.layout.unfit[largest]}"
     )
-    return PlanWarning("whole", round(share, 4), message, "change the sizes to ones that divide, or the mesh")
+    remedy = f"change the sizes to ones that divide, or the mesh, or store what does not divide padded: {PAD}"
+    return PlanWarning("whole", round(share, 4), message, remedy)
 
 
 def _largest(sizes: dict[str, int]) -> str:

@@ -214,7 +214,8 @@ def _checked(said: Said, entries: tuple[SpecEntry, ...], shape: Sequence[int], m
                 f"an array of shape {tuple(shape)} cannot be pinned to {spec_text(entries)}: {problem}",
                 value=said.names,
                 place=said.how,
-                remedy="choose sizes that divide, name other axes, or take the annotation out, so that rules decide",
+                remedy="choose sizes that divide, name other axes, or take the annotation out, so that rules decide; a"
+                ' parameter can be stored padded, with uneven="pad"',
             )
         used |= set(axes)
         spec.append(entry if entry == OPEN else _entry(mesh.in_order(axes)))

@@ -45,6 +45,7 @@ SyncName: TypeAlias = Literal[
 ]
 GroupComm: TypeAlias = Literal["auto", "gather", "turns", "modulo"]
 OnUnknown: TypeAlias = Literal["error", "gather"]
+Uneven: TypeAlias = Literal["error", "pad"]
 VerifyWhen: TypeAlias = Literal["first"]
 VerifySizes: TypeAlias = Literal["shrunken", "given", "both"]
 Positions: TypeAlias = int | Sequence[int]
@@ -68,6 +69,7 @@ class ParallelizeOptions(TypedDict, total=False):
     static_argnums: Positions
     static_argnames: str | Sequence[str]
     unknown: OnUnknown
+    uneven: Uneven
     verify: VerifyWhen | None
 
 
@@ -88,6 +90,7 @@ DEFAULTS: ParallelizeOptions = {
     "static_argnums": (),
     "static_argnames": (),
     "unknown": "error",
+    "uneven": "error",
     "verify": None,
 }
 

@@ -37,6 +37,7 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
             "parallelize decorates a function", value=fn, place="parallelize", remedy="pass the training step"
         )
     _one_of("unknown", given["unknown"], ("error", "gather"), place)
+    _one_of("uneven", given["uneven"], ("error", "pad"), place)
     _one_of("group_comm", group_comm, _GROUP_COMM, place)
     if backprop is not None and not isinstance(backprop, PartialBackprop):
         raise OptionError(

@@ -76,6 +76,8 @@ class Traced:
     - `annotations`: what the user wrote under Explicit axes. `is_settled`: whether the jaxpr has them as pins; where
       not, the step is to be traced again once it is known where its arguments live.
     - `said`: what the user says of where the arguments live.
+    - `known`: the call with leaves of the sizes that the step knows, where `bound` has padded ones (`uneven="pad"`);
+      None where that is the same.
     """
 
     bound: Bound
@@ -88,6 +90,12 @@ class Traced:
     annotations: tuple[Annotation, ...] = ()
     is_settled: bool = True
     said: tuple[Said, ...] = ()
+    known: Bound | None = None
+
+    @property
+    def call(self) -> Bound:
+        """Returns the call as the step knows it, taken apart."""
+        return self.bound if self.known is None else self.known
 
 
 def trace_step(

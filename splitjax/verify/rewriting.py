@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitjax import _compat
-from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.primitives.calls import CallKind, call_body, kind_of, scan_parts, while_parts
 from splitjax.primitives.interpreter import RunBody, evaluate
 from splitjax.primitives.walk import Site
 from splitjax.step.boundary import boundary_of, value_and_grad_p
+from splitjax.step.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.verify.dim_classes import Misfit, Sized
 from splitjax.verify.parameters import AS_TRACED, BITWISE, resized, wide, widened
 from splitjax.verify.sizes import OPEN_CALLS, local_sizes

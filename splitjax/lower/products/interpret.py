@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from splitjax import _compat
-from splitjax.lower.products.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_deal import evaluate_deal
@@ -40,6 +39,7 @@ from splitjax.primitives.foreign.wrapped import KERNEL
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Selective
 from splitjax.primitives.walk import Site, holds_boundary
 from splitjax.step.boundary import expand
+from splitjax.step.custom_rules import custom_call, jvp_of, vjp_of
 
 # What is looked at wherever it stands: calls that are rebuilt where something lies inside of them, and boundaries.
 _REBUILT = {name: kind for kind in REBUILD for name in names(kind)}

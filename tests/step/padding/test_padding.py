@@ -1,0 +1,208 @@
+"""Leaves that are stored padded: the numbers of one device, everywhere the sizes that the step knows, and programs like
+those of a size that divides."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import splitjax
+from splitjax.plan import Plan
+
+X64 = jax.enable_x64
+FEATURES, HIDDEN = 16, 32
+MESH = {"data": 2, "model": 4}
+
+
+def language_model(vocabulary=257, tied=True, gradient=splitjax.value_and_grad, tx=None):
+    """A step like GPT-2's: a table, a rematerialised block in a scan, logits over the vocabulary with a bias; Adam
+    behind a clipped norm. Returns it with what makes its state."""
+    tx = tx or optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+    def step(state, batch):
+        def loss_fn(p):
+            block = jax.checkpoint(lambda h: h + jax.nn.relu(h @ p["up"] + p["up_bias"]) @ p["down"])
+            hidden, _ = jax.lax.scan(lambda h, _: (block(h), None), p["table"][batch["x"]], None, length=2)
+            logits = hidden @ (p["table"].T if tied else p["head"]) + p["bias"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        loss, grads = gradient(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def init(key):
+        keys = jax.random.split(key, 4)
+        params = {
+            "table": jax.random.normal(keys[0], (vocabulary, FEATURES)),
+            "up": jax.random.normal(keys[1], (FEATURES, HIDDEN)),
+            "up_bias": jnp.zeros(HIDDEN),
+            "down": 0.1 * jax.random.normal(keys[2], (HIDDEN, FEATURES)),
+            "bias": jnp.zeros(vocabulary),
+        }
+        if not tied:
+            params["head"] = jax.random.normal(keys[3], (FEATURES, vocabulary))
+        return {"params": params, "opt": tx.init(params)}
+
+    return step, init
+
+
+def tokens(seed, vocabulary=257, examples=16):
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(0, vocabulary, (examples, 6)) for name in "xy"}
+
+
+def trained(parallel, init, state=None, steps=3):
+    """The logical state after some steps, and the losses."""
+    if state is None:
+        state = parallel.init(init, jax.random.key(0), example=(tokens(0),))
+    losses = []
+    for seed in range(steps):
+        state, loss = parallel(state, tokens(seed))
+        losses.append(float(loss))
+    return parallel.logical(state), losses
+
+
+@functools.cache
+def reference(tied=True):
+    with X64(True):
+        step, init = language_model(tied=tied)
+        return trained(splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel"), init)
+
+
+def assert_equal(found, expected):
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-10)
+    for own, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_allclose(np.asarray(own), np.asarray(other), rtol=1e-10, atol=1e-10)
+
+
+def padded_shapes(plan):
+    return {leaf.path: (leaf.logical, leaf.shape) for leaf in plan.leaves if leaf.logical is not None}
+
+
+def test_a_vocabulary_that_does_not_divide_trains_as_on_one_device():
+    with X64(True):
+        step, init = language_model()
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        state = parallel.init(init, jax.random.key(0), example=(tokens(0),))
+        assert state["params"]["table"].shape == (260, FEATURES)
+        assert {shard.data.shape for shard in state["params"]["table"].addressable_shards} == {(65, FEATURES)}
+        assert_equal(trained(parallel, init, state), reference())
+        assert len(parallel.compiles) == 1
+        plan = parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+        shapes = padded_shapes(plan)
+        assert shapes["params/table"] == ((257, FEATURES), (260, FEATURES))
+        assert shapes["params/bias"] == ((257,), (260,)) and len(shapes) == 6  # with two moments of each
+        assert any("stored padded" in note and "params/table 257 x 16 as 260 x 16" in note for note in plan.notes)
+        assert {leaf.padding_bytes for leaf in plan.leaves if leaf.logical == (257, FEATURES)} == {96}  # 3 rows of 16
+
+
+def test_states_come_and_go_in_the_sizes_that_the_step_knows():
+    with X64(True):
+        step, init = language_model()
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        made = jax.jit(init)(jax.random.key(0))
+        assert_equal(trained(parallel, init, parallel.place(made, example=(tokens(0),))), reference())
+        state, _ = parallel(jax.tree.map(jnp.copy, made), tokens(0))  # logical leaves are padded by the call
+        assert state["params"]["table"].shape == (260, FEATURES) and len(parallel.compiles) == 1
+        whole = parallel.logical(state)
+        assert whole["params"]["table"].shape == (257, FEATURES)
+        assert whole["params"]["table"].sharding.spec == jax.P(None, "model")  # which does divide
+
+        def evaluate(params, batch):
+            return params["table"][batch["x"]] @ params["table"].T + params["bias"], params["table"].sum(0)
+
+        expected = evaluate(whole["params"], tokens(1))
+        for params in (state["params"], whole["params"]):
+            for own, other in zip(parallel.like(evaluate)(params, tokens(1)), expected, strict=True):
+                np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-10)
+        described = parallel.abstract_state(init, jax.random.key(0), example=(tokens(0),))
+        assert described["params"]["table"].shape == (260, FEATURES)
+        with pytest.raises(splitjax.errors.StateError, match="2 states"):
+            parallel.logical(state, state)
+
+
+def test_a_pinned_plan_pads_as_it_says():
+    with X64(True):
+        step, init = language_model()
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        plan = parallel.plan(shapes, tokens(0))
+        read = Plan.from_json(plan.to_json())
+        assert read == plan and '"logical":' in plan.to_json()
+        pinned = splitjax.parallelize(step, mesh=MESH, rules="megatron", plan=read)
+        assert not pinned.plan(shapes, tokens(0)).diff(plan)
+        assert_equal(trained(pinned, init), reference())
+        without = splitjax.parallelize(step, mesh=MESH, rules="megatron").plan(shapes, tokens(0))
+        assert '"logical":' not in without.to_json() and not padded_shapes(without)
+
+
+def test_the_program_is_that_of_a_size_that_divides():
+    compiled = {}
+    for vocabulary in (1257, 1260):
+        step, init = language_model(vocabulary)
+        parallel = splitjax.parallelize(step, mesh={"model": 4}, rules="megatron", uneven="pad")
+        report = parallel.report(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+        compiled[vocabulary] = (
+            [(one.op, one.bytes) for one in report.unplanned],
+            sorted((one.op, one.bytes) for one in report.collectives),
+        )
+        argument_bytes = parallel.lower(jax.eval_shape(init, jax.random.key(0)), tokens(0)).compile().memory_analysis()
+        compiled[vocabulary] += (argument_bytes.argument_size_in_bytes,)
+    assert compiled[1257] == compiled[1260]
+
+
+def test_without_the_option_the_plan_names_it():
+    step, init = language_model()
+    parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron")
+    plan = parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+    assert not padded_shapes(plan)
+    assert any('uneven="pad"' in warning.remedy for warning in plan.warnings)
+    with pytest.raises(splitjax.errors.SplitjaxError, match="uneven has no such value"):
+        splitjax.parallelize(step, uneven="grow")
+
+
+MATRIX = [
+    ("megatron", {"model": 4}, {}),
+    ("megatron", {"data": 2, "model": 4}, {"shard_state": True}),
+    ("transformer", {"data": 2, "fsdp": 2, "model": 2}, {}),
+    ("fsdp", {"data": 8}, {}),
+    ("splitbrain", {"data": 2, "model": 4}, {}),
+    ("splitbrain", {"data": 2, "model": 4}, {"group_comm": "modulo"}),
+    ("embedding_owner", {"data": 8}, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [False, True], ids=["boundary", "plain"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("rules", "mesh", "options"), MATRIX, ids=lambda value: str(value))
+def test_every_rule_set(rules, mesh, options, tied, plain):
+    if plain and (options.get("group_comm") or rules == "embedding_owner"):
+        pytest.skip("asks for the boundary")
+    with X64(True):
+        step, init = language_model(tied=tied, gradient=jax.value_and_grad if plain else splitjax.value_and_grad)
+        parallel = splitjax.parallelize(step, mesh=mesh, rules=rules, uneven="pad", **options)
+        assert_equal(trained(parallel, init), reference(tied))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["megatron", "transformer", "splitbrain"])
+def test_microbatches(rules):
+    with X64(True):
+        step, init = language_model(gradient=functools.partial(splitjax.value_and_grad, microbatches=2))
+        parallel = splitjax.parallelize(step, mesh=MESH, rules=rules, uneven="pad")
+        assert_equal(trained(parallel, init), reference())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["megatron", "transformer"])
+def test_explicit_axes(rules):
+    with X64(True):
+        step, init = language_model()
+        parallel = splitjax.parallelize(step, mesh=jax.make_mesh((2, 4), ("data", "model")), rules=rules, uneven="pad")
+        assert_equal(trained(parallel, init), reference())
