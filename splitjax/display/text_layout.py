@@ -46,6 +46,8 @@ _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 _IDLE = "."
 # A name that is longer than its column is continued behind one of these, if it has any.
 _JOINTS = "/._-,:|+="
+# A name among words, such as `block1/attention/query`.
+_PATH = re.compile(r"\w/\w")
 # Words are what stands between spaces; a figure and its unit are a single word.
 _BETWEEN_WORDS = re.compile(r" (?:(?<!\d )|(?!(?:%|[KMGT]iB|B|us|ms|s|min|h|d)(?:\W|$)))")
 
@@ -189,8 +191,8 @@ def _least(table: Table, cells: Sequence[Sequence[str]], longest_word: int, widt
     for column, (title, *texts) in zip(table.columns, _columns(table, cells), strict=True):
         words = [word for text in (title, *texts) for word in _BETWEEN_WORDS.split(text)]
         figures = 0 if column.kind in ("text", "code") else max(map(cell_len, texts))
-        longest = longest_name if column.kind == "code" else longest_word
-        least.append(max(figures, min(max(map(cell_len, words)), longest)))
+        longest = [longest_name if column.kind == "code" or _PATH.search(word) else longest_word for word in words]
+        least.append(max(figures, *(min(cell_len(word), most) for word, most in zip(words, longest, strict=True))))
     return least
 
 

@@ -17,6 +17,7 @@ import os
 from collections.abc import Sequence
 
 from splitjax.codec import Codec, Wording
+from splitjax.display import registry
 from splitjax.errors import CalibrationError
 from splitjax.machines.links import Link
 
@@ -209,28 +210,10 @@ class Calibration:
         return _JSON.load(path).calibration
 
     def __str__(self) -> str:
-        runs = f"{self.num_processes} process{'es' * (self.num_processes > 1)} x {self.devices_per_process}"
-        lines = [
-            f"{self.platform} ({self.device}), {runs} devices, {self.clock} time, {self.date}",
-            f"a call {_micro(self.call_seconds)}, the smallest kernel {_micro(self.node_seconds)}",
-        ]
-        for curve in self.curves:
-            rates = [point.size / point.seconds for point in curve.points]
-            lines.append(
-                f"{curve.kind.value:>16} {curve.dtype}: {min(rates):.3g} to {max(rates):.3g} a second,"
-                f" {len(curve.points)} sizes"
-            )
-        for each in self.collectives:
-            where = "between processes" if each.between else "within a process"
-            lines.append(
-                f"{each.op:>16} of {each.participants} {where}: {_micro(each.link.latency_seconds)},"
-                f" {each.link.bytes_per_second / 1e6:.4g} MB a second"
-            )
-        return "\n".join(lines)
+        return registry.show(self)
 
-
-def _micro(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} us"
+    def _repr_html_(self) -> str:
+        return registry.html(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ def _parameters(groups: tuple[tuple[Row, ...], ...]) -> Table:
         Column("rule"),
         *((Column("layers", "number"),) if is_folded else ()),
         Column("each, per device" if is_folded else "per device", "number"),
-        Column("filled: held of the layer", "bar"),
+        Column("filled: this device's part", "bar"),
     )
     return Table(columns, tuple(rows), frozenset(firsts))
 

@@ -1,4 +1,5 @@
-"""Registers how splitjax's values look: which document shows a plan, a report, a profile, an advice.
+"""Registers how splitjax's values look: which document shows a plan, a report, a prediction, a profile, an advice, a
+search's answer.
 
 `import splitjax` calls `register_documents`. Types are given by name and documents are made by functions that import
 their makers when they are first called, so that registering loads neither.
@@ -13,18 +14,26 @@ from splitjax.display import registry
 from splitjax.display.document import Document
 
 if TYPE_CHECKING:
+    from splitjax.cost.memory.lifetimes import ProgramMemory
+    from splitjax.cost.time.prediction import StepTime
+    from splitjax.machines.calibration import Calibration
     from splitjax.partial.advice import Advice
     from splitjax.plan import Plan
     from splitjax.report.value import Report
+    from splitjax.search.solving import Solution
     from splitjax.sync.analysis import Profile
 
 
 def register_documents() -> None:
-    """Registers the documents of `Plan`, `Report`, `Profile` and `Advice`, and the pictures of the last two."""
+    """Registers the documents of these values, and the pictures of profiles and advices."""
     registry.register("splitjax.plan.Plan", _plan)
     registry.register("splitjax.report.value.Report", _report)
     registry.register("splitjax.sync.analysis.Profile", _profile, draw=_draw_profile)
     registry.register("splitjax.partial.advice.Advice", _advice, draw=_draw_advice)
+    registry.register("splitjax.cost.time.prediction.StepTime", _time)
+    registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
+    registry.register("splitjax.machines.calibration.Calibration", _calibration)
+    registry.register("splitjax.search.solving.Solution", _solution)
 
 
 def _plan(plan: Plan) -> Document:
@@ -61,3 +70,27 @@ def _draw_advice(advice: Advice, path: str | os.PathLike[str] | None) -> Any:
     from splitjax.report.advice.plot import draw_advice
 
     return draw_advice(advice, path)
+
+
+def _time(time: StepTime) -> Document:
+    from splitjax.report.prediction.document import time_document
+
+    return time_document(time)
+
+
+def _memory(memory: ProgramMemory) -> Document:
+    from splitjax.report.prediction.document import memory_document
+
+    return memory_document(memory)
+
+
+def _calibration(calibration: Calibration) -> Document:
+    from splitjax.report.prediction.document import calibration_document
+
+    return calibration_document(calibration)
+
+
+def _solution(solution: Solution) -> Document:
+    from splitjax.report.prediction.solution import solution_document
+
+    return solution_document(solution)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from splitjax.display import registry
 from splitjax.errors import SearchError
 from splitjax.search import toulbar
 from splitjax.search.climb import Climb
@@ -65,6 +66,12 @@ class Solution:
         if not self.feasible:
             return math.inf
         return max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300)) if self.cost > self.bound else 0.0
+
+    def __str__(self) -> str:
+        return registry.show(self)
+
+    def _repr_html_(self) -> str:
+        return registry.html(self)
 
 
 def solve(

@@ -84,4 +84,5 @@ print([name for name in sys.modules if name.startswith("splitjax.report") and "d
 print("rich" in sys.modules, "matplotlib" in sys.modules)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.splitlines() == ["['Advice', 'Plan', 'Profile', 'Report']", "[]", "[]", "False False"]
+    kinds = ["Advice", "Calibration", "Plan", "Profile", "ProgramMemory", "Report", "Solution", "StepTime"]
+    assert found.stdout.splitlines() == [str(kinds), "[]", "[]", "False False"]

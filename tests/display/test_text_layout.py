@@ -165,3 +165,13 @@ def test_names_are_not_broken_in_a_terminal_of_80_columns():
     assert max(map(len, lines)) <= 80
     for name in (*names, "objectives.py:220"):
         assert any(name in line.split() for line in lines)
+
+
+def test_a_path_among_words_is_not_broken():
+    columns = (Column("layer", "code"), Column("why"), Column("rule"))
+    row = (
+        "params/block1/attention/key",
+        "forward: partial outputs of a row-split layer",
+        "ties with block1/attention/query",
+    )
+    assert "block1/attention/query" in render(Document("", (Table(columns, (row,)),)), 60)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from splitjax import display, schedule
+from splitjax.cost.memory.lifetimes import ProgramMemory
+from splitjax.cost.time.prediction import StepTime, TimedPart
+from splitjax.machines.calibration import Calibration
+from splitjax.plan import StoredArray
+from splitjax.search.network import CostNetwork, Memory, MemoryUse
+from splitjax.search.solving import solve
 from tests.display.browsers import chromium, quiet_page
 from tests.report.advice.test_rows import ADVICE
 from tests.report.profile.test_rows import PROFILE
@@ -21,6 +29,35 @@ def simulated():
     profile = schedule.JobProfile.uniform("resnet", 0.3, num_depths=4)
     jobs = [schedule.Job(f"job{i}", 40.0 * i, 1 + i % 2, 100, profile) for i in range(6)]
     return schedule.compare(jobs, schedule.Cluster(1, 2), ["gang-srtf", "spb"], schedule.Options(spans=True))
+
+
+DATA = pathlib.Path(__file__).parents[1] / "codec" / "data"
+CALIBRATION = Calibration.load(DATA / "calibration.json")
+MEMORY = ProgramMemory(1 << 20, 1 << 19, 1 << 21, (StoredArray((64, 128), 32768, "dot_general", "params/dense"),))
+TIME = StepTime(
+    2e-3,
+    1.5e-3,
+    1e-3,
+    0.5e-3,
+    0.0,
+    (
+        TimedPart("dot_general", (64, 128), 1.5e-3, 2, 1e9, 1e6),
+        TimedPart("psum", (128,), 1e-3, 1, 0.0, 1e3, "all_reduce", ("data", "model"), 4096.0),
+    ),
+    True,
+)
+
+
+def searched(limit_bytes):
+    """What the search answers where two variables share a memory: the cheap values need 96 bytes."""
+    uses = tuple(MemoryUse(variable, 0, 1, np.array([48.0, 8.0])) for variable in (0, 1))
+    costs = (np.array([1.0, 5.0]), np.array([2.0, 9.0]))
+    return solve(CostNetwork(costs, (), (Memory("HBM", limit_bytes, uses),), ("first layer", "second layer")))
+
+
+def test_what_a_search_says_of_an_answer():
+    assert str(searched(100.0)).endswith("proven best")
+    assert str(searched(10.0)).endswith("nothing fits, which is proven")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +89,19 @@ def colours(page):
             ["OTHER NUMBERS", "params/a/kernel", "times one device's", FINDING.text],
         ),
         (lambda: verification(RIGHT, sizes="given"), ["the same numbers as on one device", "given sizes"]),
+        (
+            lambda: TIME,
+            ["a step takes at least 2.00 ms", "dot_general", "over data, model, 4.0 KiB", "published peaks"],
+        ),
+        (lambda: MEMORY, ["peak, estimated", "1.5 MiB", "params/dense"]),
+        (lambda: CALIBRATION, ["calibration of cpu", "all_reduce", "latency"]),
+        (lambda: searched(100.0), ["proven best", "least cost proven", "0, 0"]),
+        (lambda: searched(10.0), ["nothing fits, which is proven", "second layer", "HBM of 10 bytes"]),
     ],
-    ids=["plan", "report", "profile", "advice", "simulation", "timeline", "wrong", "verified"],
+    ids=[
+        *("plan", "report", "profile", "advice", "simulation", "timeline", "wrong", "verified"),
+        *("time", "memory", "calibration", "search", "nothing fits"),
+    ],
 )
 def test_a_page_as_a_person_sees_it(make, words, browser, tmp_path):
     value = make()

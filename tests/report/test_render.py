@@ -104,7 +104,7 @@ def test_text_table_of_a_small_plan():
         "spec",
         "rule",
         "per device",
-        "filled: held of the layer",
+        "filled: this device's part",
     ]
     assert cells(lines[2]) == [
         "params/Dense_0",

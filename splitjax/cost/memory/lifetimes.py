@@ -18,13 +18,13 @@ from splitjax.cost.memory.program import Split
 from splitjax.cost.memory.reading import read
 from splitjax.cost.memory.spreading import spread
 from splitjax.cost.memory.timeline import combined, peak_of
+from splitjax.display import registry
 from splitjax.plan import StoredArray
 
 # By how much temporaries may be beyond the careful simulation: the least that holds for every cell that
 # `python -m benchmarks planner` does not hold out.
 BOUND_FACTOR = 1.305
 _NUM_ALIVE = 60
-_NUM_PRINTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +51,10 @@ class ProgramMemory:
         return self.argument_bytes + self.temporary_bytes
 
     def __str__(self) -> str:
-        mib = lambda count: f"{count / 2**20:,.1f} MiB"
-        lines = [
-            f"{mib(self.estimate_bytes)} a device expected, at most {mib(self.bound_bytes)}: arguments"
-            f" {mib(self.argument_bytes)}, beside them {mib(self.temporary_bytes)}, of these at the peak"
-        ]
-        for array in self.at_peak[:_NUM_PRINTED]:
-            layer = f" of {array.layer}" if array.layer else ""
-            lines.append(f"  {mib(array.num_bytes):>12}  {array.made_by} {list(array.shape)}{layer}")
-        return "\n".join(lines)
+        return registry.show(self)
+
+    def _repr_html_(self) -> str:
+        return registry.html(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

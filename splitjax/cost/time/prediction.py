@@ -12,9 +12,7 @@ from splitjax.cost.memory.lifetimes import PlacedProgram
 from splitjax.cost.time.machine import Machine
 from splitjax.cost.time.schedule import Timed, simulate
 from splitjax.cost.time.work import tasks_of
-from splitjax.display.figures import bytes_text, seconds_text, share_text
-
-_SHOWN = 12
+from splitjax.display import registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,25 +63,10 @@ class StepTime:
         return tuple(part for part in self.parts if part.op)
 
     def __str__(self) -> str:
-        kind = "at least" if self.is_lower_bound else "about"
-        lines = [
-            f"a step takes {kind} {seconds_text(self.seconds)}: its devices compute for"
-            f" {seconds_text(self.computing_seconds)}, collectives take {seconds_text(self.sending_seconds)}, of which"
-            f" {seconds_text(self.hidden_seconds)} go on while they compute"
-        ]
-        if self.is_lower_bound:
-            lines.append("nothing was measured of this machine: operations are taken to reach its published peaks")
-        for part in self.parts[:_SHOWN]:
-            share = share_text(part.seconds / self.seconds) if self.seconds else "0 %"
-            what = part.name + (f" {list(part.shape)}" if part.shape else "")
-            what += f" x {part.times}" if part.times > 1 else ""
-            if part.op:
-                what += f" over {', '.join(part.axes)}, {bytes_text(round(part.sent_bytes))} sent"
-            lines.append(f"  {seconds_text(part.seconds):>9}  {share:>7}  {what}")
-        if len(self.parts) > _SHOWN:
-            rest = sum(part.seconds for part in self.parts[_SHOWN:])
-            lines.append(f"  {seconds_text(rest):>9}  {len(self.parts) - _SHOWN} more")
-        return "\n".join(lines)
+        return registry.show(self)
+
+    def _repr_html_(self) -> str:
+        return registry.html(self)
 
 
 def predict_time(placed: PlacedProgram, machine: Machine) -> StepTime:

@@ -1,0 +1,109 @@
+"""Makes the documents of what is predicted of a step before it is compiled, its time and its memory, and of the
+calibration that times are predicted by."""
+
+from __future__ import annotations
+
+from splitjax.cost.memory.lifetimes import ProgramMemory
+from splitjax.cost.time.prediction import StepTime
+from splitjax.display.document import Column, Document, Pairs, Paragraph, Table
+from splitjax.display.figures import bytes_text, seconds_text, share_text
+from splitjax.machines.calibration import Calibration
+
+# The longest operations and the largest arrays are shown; `StepTime.parts` and `ProgramMemory.at_peak` have more.
+_NUM_PARTS = 12
+_NUM_ARRAYS = 20
+
+
+def time_document(time: StepTime) -> Document:
+    """Makes the document of a predicted `time`: sentences, and what takes longest."""
+    kind = "at least" if time.is_lower_bound else "about"
+    sentence = (
+        f"a step takes {kind} {seconds_text(time.seconds)}: its devices compute for"
+        f" {seconds_text(time.computing_seconds)}, collectives take {seconds_text(time.sending_seconds)}, of which"
+        f" {seconds_text(time.hidden_seconds)} go on while they compute"
+    )
+    bound = "nothing was measured of this machine: operations are taken to reach its published peaks"
+    rows = []
+    for part in time.parts[:_NUM_PARTS]:
+        rows.append(
+            (
+                part.name,
+                str(list(part.shape)) if part.shape else "",
+                str(part.times),
+                seconds_text(part.seconds),
+                share_text(part.seconds / time.seconds) if time.seconds else "0 %",
+                f"over {', '.join(part.axes)}, {bytes_text(round(part.sent_bytes))}" if part.op else "",
+            )
+        )
+    if rest := time.parts[_NUM_PARTS:]:
+        seconds = sum(part.seconds for part in rest)
+        share = share_text(seconds / time.seconds) if time.seconds else "0 %"
+        rows.append((f"{len(rest)} more", "", "", seconds_text(seconds), share, ""))
+    columns = (
+        Column("operation", "code"),
+        Column("shape", "code"),
+        Column("times", "number"),
+        Column("in all", "number"),
+        Column("of the step", "number"),
+        Column("sent"),
+    )
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Document(
+        "", (Paragraph(sentence), Paragraph(bound if time.is_lower_bound else ""), Table(columns, tuple(rows)))
+    )
+
+
+def memory_document(memory: ProgramMemory) -> Document:
+    """Makes the document of a predicted `memory`: its figures, and the largest arrays at the peak."""
+    figures = (
+        ("peak, estimated", (bytes_text(memory.estimate_bytes),)),
+        ("peak, at most", (f"{bytes_text(memory.bound_bytes)} (upper bound)",)),
+        ("arguments", (bytes_text(memory.argument_bytes),)),
+        ("beside them", (f"{bytes_text(memory.temporary_bytes)} at the peak",)),
+    )
+    columns = (
+        Column("made by", "code"),
+        Column("shape", "code"),
+        Column("layer", "code"),
+        Column("per device", "number"),
+    )
+    rows = tuple(
+        (array.made_by, str(list(array.shape)), array.layer, bytes_text(array.num_bytes))
+        for array in memory.at_peak[:_NUM_ARRAYS]
+    )
+    return Document("", (Paragraph("memory of a device, predicted"), Pairs(figures), Table(columns, rows)))
+
+
+def calibration_document(calibration: Calibration) -> Document:
+    """Makes the document of a `calibration`: the machine, then rates of operations and of collectives."""
+    processes = f"{calibration.num_processes} process{'es' * (calibration.num_processes > 1)}"
+    facts = (
+        ("measured", (f"{calibration.date}, {calibration.clock} time",)),
+        ("devices", (f"{processes} x {calibration.devices_per_process} ({calibration.device})",)),
+        ("a call", (f"{seconds_text(calibration.call_seconds)}, before anything is computed",)),
+        ("smallest kernel", (f"{1e6 * calibration.node_seconds:.3g} us",)),
+    )
+    rates = [(curve, [point.size / point.seconds for point in curve.points]) for curve in calibration.curves]
+    curves = tuple(
+        (curve.kind.value, curve.dtype, f"{min(rate):.3g}", f"{max(rate):.3g}", str(len(curve.points)))
+        for curve, rate in rates
+    )
+    collectives = tuple(
+        (
+            each.op,
+            str(each.participants),
+            "between processes" if each.between else "within a process",
+            seconds_text(each.link.latency_seconds),
+            f"{each.link.bytes_per_second / 1e6:,.4g} MB",
+        )
+        for each in calibration.collectives
+    )
+    return Document(
+        f"calibration of {calibration.platform}",
+        (
+            Pairs(facts),
+            Table.of(("operations", "dtype", "slowest, a second", "fastest, a second", "sizes"), curves, range(2, 5)),
+            Table.of(("collective", "devices", "where", "latency", "a second"), collectives, (1, 3, 4), code=(0,)),
+        ),
+    )
