@@ -14,8 +14,13 @@
 # %% [markdown]
 # # Quickstart: one training step, eight devices, the same numbers
 #
-# A step is written for the whole batch, as for one device. Decorated, it trains on a mesh. Here the devices are eight
-# virtual ones on this machine's processor; on accelerators leave the first line out. It takes about a minute.
+# You have a training step that runs on one device. On eight devices it should need less memory on each, and its losses
+# should stay the same. This notebook takes a small network there: where its arrays will lie, before anything runs; its
+# losses beside those of one device; a test; and what a mistake says.
+#
+# The step is written for the whole batch, as for one device, and stays as it is: a decorator puts it on a mesh of
+# devices. Here they are eight virtual ones on this machine's processor; on accelerators leave the first line out. It
+# takes about a minute.
 
 # %%
 import jax
@@ -60,8 +65,9 @@ def train_step(state, batch):
 # %% [markdown]
 # ## On a mesh
 #
-# Two groups of four workers. Under the rule set `splitbrain` every worker has its own examples, and the workers of a
-# group share one copy of the dense layers. `init` makes the state already split: no device ever holds all of it.
+# A mesh arranges the devices along named axes: `{"data": 2, "model": 4}` are two groups of four. A rule set says what
+# is split. Under `splitbrain` every device has examples of its own, and the four devices of a group share one copy of
+# each dense layer, of which each holds a quarter. `init` makes the state already split: no device ever holds all of it.
 
 # %%
 parallel_step = splitjax.parallelize(train_step, mesh={"data": 2, "model": 4}, rules="splitbrain")
@@ -72,7 +78,10 @@ state["params"]["dense1"]["kernel"].sharding
 # %% [markdown]
 # ## The plan
 #
-# Where every parameter lives, which rule decided it, what the state takes, and what the devices will send each other.
+# Before anything is compiled, the plan says where every array will live and why. Its first lines are the summary: what
+# the layout saves, what the devices send each other in a step, and what to try next. Then comes a row for each
+# parameter, with its layout (`spec`: `P(None, 'model')` means that the second dim is split over the axis `model`) and
+# the rule that decided it.
 
 # %%
 plan = parallel_step.plan(state, shapes)
@@ -144,8 +153,8 @@ except splitjax.errors.DonatedStateError as error:
 # %% [markdown]
 # ## Another layout
 #
-# The numbers do not depend on it. `fsdp` splits every parameter over all devices; the two plans differ where one would
-# expect.
+# The numbers do not depend on the layout, so that it can be changed in one line. `fsdp` splits every parameter over all
+# devices, and gathers each where it is used. The difference of two plans is a list of sentences.
 
 # %%
 fsdp_step = splitjax.parallelize(train_step, mesh={"data": 8}, rules="fsdp")

@@ -14,9 +14,13 @@
 # %% [markdown]
 # # Reading a plan, and what became of it
 #
-# A plan is every decision about a step's layout, made before anything is compiled. A report puts beside it what XLA
-# compiled. This notebook reads both for a small VGG: what is whole and what is split, why, what that costs in memory
-# and in bytes sent, and how to change it.
+# How much memory will a step need on each device, and what will the devices send each other? A *plan* answers that
+# before anything is compiled. Then XLA, JAX's compiler, makes a program of the step, and it may decide otherwise. A
+# *report* puts the compiled program beside the plan, line by line.
+#
+# This notebook reads both for a small VGG, a network of convolutions in front of large dense layers: what is whole and
+# what is split, why, what that costs in memory and in bytes sent, and how to change it. Nothing in it is trained. It
+# takes about a minute.
 
 # %%
 import jax
@@ -68,8 +72,10 @@ def planned(**options):
 # %% [markdown]
 # ## The plan
 #
-# One row a parameter: its layer and kind, shape, `PartitionSpec`, the rule that decided, bytes on each device. Below:
-# the state, what is predicted, and under *exceptions* whatever is not as the rules would have it, with the reason.
+# The first lines say what the layout saves and sends. Then there is one row for each parameter: its layer and kind, its
+# shape, its `PartitionSpec`, the rule that decided, and its bytes on each device. Below stand the memory of a step,
+# what lives at its peak, what is sent, and under *exceptions* whatever is not as the rules would have it, with the
+# reason.
 
 # %%
 step, state = planned(rules="splitbrain")
@@ -112,8 +118,9 @@ for one in sorted(plan.collectives, key=lambda one: -one.bytes)[:6]:
 # %% [markdown]
 # ## Another decision, and what it changes
 #
-# `group_comm` says how examples cross from the convolutions into the dense layers. A difference of two plans is a list
-# of sentences.
+# Convolutions have each device's own examples; the dense layers of a group want the examples of all its devices. So
+# examples have to cross from the one into the other, and `group_comm` says how: `gather` collects them all at once,
+# `modulo` a part at a time. The difference of two plans is a list of sentences.
 
 # %%
 plans = {}

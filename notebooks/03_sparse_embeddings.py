@@ -14,10 +14,15 @@
 # %% [markdown]
 # # Sparse embeddings: sending the rows that were touched
 #
-# The gradient of an embedding lookup is an array of the table's size, nearly all of it zeros, and data-parallel
-# training sends and applies all of it. With `sync=` the same step exchanges rows. This notebook measures how sparse the
-# gradients of a small click model are, trains it both ways, counts the bytes of every scheme, and asks which of them a
-# network would want. [docs/sparse.md](../docs/sparse.md) says the rest. It takes up to four minutes on two cores.
+# A model that predicts clicks keeps a row of numbers for every user and every item, in tables called embeddings. A
+# batch looks up a few hundred of these rows. The gradient of a table nevertheless has the size of the table, nearly all
+# of it zeros, and ordinary data-parallel training sends and applies all of it, in every step.
+#
+# With `sync=` the same step exchanges only the rows that were touched. There are several ways to do so, called
+# *schemes*, and which is best depends on the data and on the network. This notebook measures how sparse the gradients
+# of a small click model are, trains it both ways to the same losses, counts the bytes of every scheme, and asks which
+# of them a network would want. Each of the eight devices is a *worker*, with its own share of the batch.
+# [docs/sparse.md](../docs/sparse.md) has the rest. It takes up to four minutes on two cores.
 
 # %%
 import jax
@@ -39,8 +44,9 @@ from splitjax.sync.choose import choose
 # %% [markdown]
 # ## A model, and clicks
 #
-# Three tables: users, items, and countries, which are few. Ids follow Zipf's law, as words and products do: item 0 is
-# the most popular, the numbers of users say nothing. Whether somebody clicks depends on both.
+# Three tables: users, items, and countries, which are few. A few users and items are very frequent and most are rare,
+# as with words and products (Zipf's law: the second is half as frequent as the first, the third a third as frequent).
+# Items are numbered by popularity, users in no order. Whether somebody clicks depends on both.
 
 # %%
 NUM_ROWS = {"user": 6000, "item": 10_000, "country": 24}
@@ -113,7 +119,7 @@ def train(step, init_fn, batches):
 # ## How sparse the gradients are
 #
 # A profile cuts some batches over the workers and looks at which rows have a gradient on which of them. It updates
-# nothing.
+# nothing. The lines below its table say what its columns mean.
 
 # %%
 adagrad = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
@@ -129,13 +135,17 @@ profile.plot()
 
 # %% [markdown]
 # A worker touches one row in a hundred of the items, one in two hundred of the users, and more than half of the
-# countries. The popular items are neighbours, so that equal ranges of the table would be busy unequally (skewness); the
-# users' numbers are shuffled, and their ranges much less so. Sums over more workers get denser more slowly than they
-# would if no two workers shared a row.
+# countries. Three things decide how well a scheme does:
+#
+# - **Skewness.** The popular items are neighbours in the table, so that equal ranges of it would be busy unequally. The
+#   users are numbered in no order, and their ranges are much more alike.
+# - **Overlap.** Popular rows are touched by several workers at once.
+# - **Densification.** A sum over more workers has more rows; the more they overlap, the more slowly it grows.
 #
 # ## What the plan says
 #
-# Nothing in the step changes. Before the first call nobody knows the sparsity, so the first steps are observed.
+# Nothing in the step changes. With `sync="auto"` each table gets the scheme that is predicted to be fastest; before the
+# first call nobody knows the sparsity, so that the first steps are observed.
 
 # %%
 auto_step = splitjax.parallelize(train_step, sync="auto", **options)
@@ -206,18 +216,19 @@ sparsity = profile.sparsity("params/item/embedding")
 draw_bytes(planned, compiled, sparsity.bound_bytes(), "The gradient of a table of 10,000 x 16 over 8 workers")
 
 # %% [markdown]
-# The plan's bytes are those of the compiled program, to the byte. Sizes are static, with some room above what the first
-# steps needed; a step for which they do not suffice gathers all rows instead, in the same program, and loses nothing.
-# The dotted line is what any scheme has to send of values alone; `blocks` (256 values, here 16 rows) and an owner of a
-# popular range (`parameter_server`) do badly on such ids.
+# The bytes that the plan predicts are those of the compiled program, to the byte. The program's sizes are fixed, with
+# some room above what the first steps needed; a step for which they do not suffice gathers all rows instead, in the
+# same program, and loses nothing. The dotted line is what any scheme has to send, the values alone. Two schemes do
+# badly on such ids: `blocks`, which sends 256 values (here 16 rows) where one was touched, and `parameter_server`,
+# which gives each worker a range of the table, so that the owner of the popular range gets most of the traffic.
 #
 # ## Seconds, on which network?
 #
-# Measured here a step's time says nothing: eight devices of one machine send through its memory. What a scheme takes on
+# The time of a step says nothing here: eight devices of one machine send through its memory. But what a scheme takes on
 # a link can be predicted: its bytes over the link's rate, and a latency for each message that waits for another.
 # `sync="auto"` measures the links and takes the least. Here are links of all rates, with a latency of 50 microseconds;
 # on the left for the table above, on the right for one of a million items with the same law, 16 workers and 2048
-# examples on each: sparsity comes from ids alone, no device is needed.
+# examples on each. Sparsity comes from the ids alone, so no device is needed for it.
 
 # %%
 large = sync.measure(
@@ -284,8 +295,9 @@ print_reasons("sharded state", train_step, init_fn, shard_state=True)
 # %% [markdown]
 # ## Lazy Adam
 #
-# `lazy=True` leaves rows alone until they have a gradient again, as PyTorch's `SparseAdam` does. These are other
-# numbers than Adam's: only on request, and the plan says so.
+# Adam changes a row in every step, also where it has no gradient, since its averages decay. `lazy=True` leaves rows
+# alone until they have a gradient again, as PyTorch's `SparseAdam` does. These are other numbers than Adam's: they come
+# only on request, and the plan says so.
 
 # %%
 lazy_step = splitjax.parallelize(adam_step, sync={"**/item/**": sync.ByRows("row_exchange", lazy=True)}, **options)

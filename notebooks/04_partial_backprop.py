@@ -14,12 +14,19 @@
 # %% [markdown]
 # # Partial backpropagation: what it saves, and whether it pays
 #
-# With `backprop=splitjax.PartialBackprop()` each of N workers differentiates only the last part of the network, worker
-# i the last (i+1)/N of the backward pass, and every layer's gradient is the mean over the workers that reached it
-# (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)). That saves time, bytes and memory, and it
-# changes the numbers. The fair rival costs as much: full backpropagation with a smaller batch. This notebook shows what
-# each worker saves, trains both ways on digits, and asks `step.advise`.
-# [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) says the rest. It takes up to two minutes on two
+# A training step computes a loss, layer by layer (the forward pass), and then walks back from the loss through the
+# layers for their gradients (the backward pass, about two thirds of the work). With N devices, each of which has its
+# own examples, every layer gets N gradients, and their mean is used.
+#
+# Must it be all N? In *partial backpropagation* (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672))
+# some workers stop on the way back: worker i walks the last (i+1)/N of it. The last layers still have the gradients of
+# all workers, the first layers that of one. That saves time, bytes and memory, and it changes the numbers: the mean of
+# fewer gradients is noisier.
+#
+# There is a simple rival that costs as much: full backpropagation with a smaller batch. So the question is not whether
+# partial backpropagation saves anything, but whether it beats that. This notebook shows what each worker saves, trains
+# both ways on images of digits, and lets `step.advise` answer for this model.
+# [docs/partial_backpropagation.md](../docs/partial_backpropagation.md) has the rest. It takes up to two minutes on two
 # cores.
 
 # %%
@@ -103,8 +110,10 @@ states = {name: step.place(starts[0], example=(batch,)) for name, step in steps.
 # %% [markdown]
 # ## What the plan says
 #
-# Cuts stand between layers, placed by the predicted time of the backward pass. A layer's sum is taken among the workers
-# that computed it, and handed on to the others, who update their parameters too.
+# There are two ways to run it. As *branches* of one program, each worker takes the branch of its depth; as *programs*
+# of their own, workers need less memory too. Cuts stand between layers, placed by the predicted time of the backward
+# pass. A layer's gradients are added up among the workers that computed them, and the sum is handed on to the others,
+# who update their parameters too.
 
 # %%
 plan = steps["branches"].plan(states["branches"], batch)
@@ -230,10 +239,11 @@ draw_runs(
 #
 # ## Ask first
 #
-# `step.advise` measures a step instead of guessing: on one device it times truncated programs and compiles their
-# memory, and over some batches it measures how much the workers' gradients differ, layer by layer. The gradient of a
-# layer that n workers compute has the variance sigma^2 / n. In *compute to go*, device time times variance, a smaller
-# batch comes out at 100 % always: half of the batch, half of the cost, twice the variance. What is above that is worse.
+# `step.advise` measures a step instead of guessing. On one device it times the backward pass to each depth and compiles
+# its memory; over some batches it measures how much the workers' gradients differ, layer by layer. How noisy a mean is,
+# its variance, falls with the number of workers that contribute. A way is then judged by its *compute to go*: device
+# time times variance, relative to full backpropagation. A smaller batch always comes out at 100 %: half of the batch,
+# half of the cost, twice the variance. What is above 100 % is worse.
 
 # %%
 batches = [make_batch(rng) for _ in range(8)]
@@ -253,14 +263,13 @@ print(advice.recommendation)
 advice.plot()
 
 # %% [markdown]
-# Front layers have as much noise for their time as the last ones, with which the forward pass counts: there is nothing
-# to gain by leaving them out more often, and the advice recommends the smaller batch. Its other lines are no further
-# recommendations. They say under which other aim another way would be the better one, and in which respects partial
-# backpropagation does better whatever is recommended: bytes, memory of the mean worker, and workers that wait, on whose
-# devices another job can run.
+# How to read it: the advice recommends the smaller batch here. The gradients of the front layers are as noisy for their
+# time as those of the last ones, so that nothing is gained by leaving them out more often. The other lines are no
+# further recommendations. They say in which respects partial backpropagation does better whatever is recommended:
+# bytes, the memory of the mean worker, and workers that wait, on whose devices another job can run.
 #
 # What was measured also serves whoever decides for partial backpropagation: for cuts by time, or for the best depths
-# under a budget.
+# within a budget.
 
 # %%
 best = parallel(PartialBackprop(depths="optimal", measured=advice.measured, budget=0.8))

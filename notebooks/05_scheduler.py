@@ -14,11 +14,16 @@
 # %% [markdown]
 # # Many jobs on one cluster
 #
-# `splitjax.schedule` decides at every iteration which job's work runs on which device, and simulates what comes of it.
-# With structured partial backpropagation the workers of a job compute for different times, so devices have holes;
-# JigSaw (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)) fills them with other jobs' tasks. This
-# notebook measures a step as a job, shows the holes and what fills them, compares policies on a generated trace, and
-# says what the gain is worth. [docs/scheduler.md](../docs/scheduler.md) has the rest. It takes up to two minutes on two
+# A cluster is shared by many training jobs. Each wants a number of devices at once, and a *scheduling policy* decides
+# who gets them when. Mostly devices are given whole: a job has its devices for itself until it is done or has to make
+# way. That is simple, and it leaves devices idle whenever a job waits, for its slowest worker or for the network.
+#
+# This notebook asks what sharing devices among jobs can gain. One way to have something to share is *partial
+# backpropagation* ([notebook 04](04_partial_backprop.ipynb)): workers of a job stop at different depths of the backward
+# pass, so that some are done early. JigSaw (Kumar et al., [arXiv 2111.10672](https://arxiv.org/abs/2111.10672)) fills
+# their time with other jobs' work. We measure a training step as a job, look at the holes and at what fills them, let
+# policies compete on a made-up trace of jobs in a simulator, and then ask what the gain is worth, since a job learns
+# less in a partial iteration. [docs/scheduler.md](../docs/scheduler.md) has the rest. It takes up to two minutes on two
 # cores.
 
 # %%
@@ -58,20 +63,20 @@ print(
 print("depths of its four workers:", [f"{profile.depths[depth].fraction:.0%}" for depth in profile.partial_depths(4)])
 for num_workers in (1, 2, 4, 16):
     print(
-        f"device time with partial backpropagation, {num_workers} workers, perfectly packed:"
+        f"device time with partial backpropagation, workers: {num_workers}, perfectly packed:"
         f" {profile.phi(num_workers):.1%}"
     )
 
 # %% [markdown]
-# That is (2 + 1/N)/3 of full backpropagation: the forward pass is a third and stays whole, of the backward pass about
-# half is left. No packing of such jobs can gain more than its inverse, up to half as much again for jobs of many
-# workers.
+# That is (2 + 1/N)/3 of full backpropagation: the forward pass is a third and stays whole; of the backward pass, two
+# thirds, about half is left. So packing such jobs perfectly gains at most the inverse of that, half as much again for
+# jobs of many workers.
 #
 # ## The profile of a real step
 #
 # `step.job_profile(state, batch)` measures a decorated step on one device: the forward pass, the backward pass to every
-# layer at which it can end, the update, bytes and memory as compiled. The time of the exchange follows from the bytes
-# in the step's plan and a link, here one of 40 Gbit/s.
+# layer at which it can end, the update, and bytes and memory as compiled. The time of the exchange follows from the
+# bytes in the step's plan and a link, here one of 40 Gbit/s.
 
 # %%
 NUM_WORKERS, BATCH_SIZE = 4, 512
@@ -137,11 +142,15 @@ with tempfile.TemporaryDirectory() as folder:
 # %% [markdown]
 # ## Holes, and what fills them
 #
-# Four devices. Each *discipline* is a pure function that is asked for one iteration after the other: which device
-# computes which worker's task, at which depth, from when. With partial backpropagation alone a job waits for its
-# deepest worker, so shallow ones leave holes and no time is gained. JigSaw gives each task, longest first, to the
-# device that frees earliest, whichever job it belongs to. In temporal SPB all workers of a job have one depth in each
-# iteration, so nobody waits.
+# Now four devices, and two jobs of four workers. A *discipline* decides within a set of jobs which device computes
+# which worker's task of an iteration, at which depth, from when:
+#
+# - *gang*: every worker has a device of its own, at full depth.
+# - *spb*: the same with partial backpropagation. The job waits for its deepest worker, so shallow ones leave holes, and
+#   no time is gained.
+# - *jigsaw*: each task, longest first, goes to the device that is free first, whichever job it belongs to.
+# - *temporal-spb*: all workers of a job have the same depth in an iteration, another one in the next, so that nobody
+#   waits.
 
 # %%
 four = JobProfile.uniform("four layers", 3.0, num_depths=4)  # 1 s forward, 2 s backward
@@ -156,16 +165,25 @@ ways = {
 draw_tasks(ways, num_devices=4, horizon_seconds=15.0)
 
 # %% [markdown]
-# Numbers are depths. Full backpropagation finishes five iterations in fifteen seconds, and so does partial
-# backpropagation alone, with a quarter of the time in holes. JigSaw finishes six of the two jobs together and is at the
-# seventh, without a hole; which worker is deep changes from iteration to iteration. Temporal SPB finishes as many with
-# one job and no packing at all: keep that in mind for what follows.
+# The number in a box is the depth of a task. Full backpropagation finishes five iterations in fifteen seconds, and so
+# does partial backpropagation alone, with a quarter of the time in holes. JigSaw finishes six of the two jobs together
+# and is at the seventh, without a hole; which worker is deep changes from iteration to iteration. Temporal partial
+# backpropagation finishes as many with one job and no packing at all: keep that in mind for what follows.
 #
 # ## A trace
 #
-# Sixteen devices, 240 jobs of 1 to 16 workers that arrive at random and ask for one and a half times what the cluster
-# has. A third of them train the step measured above, for long; the others have the sixteen layers from the beginning,
-# half of them waiting for their exchange for 15 % of their time. The same seed gives the same jobs.
+# Sixteen devices, and 240 jobs of 1 to 16 workers that arrive at random and ask for one and a half times what the
+# cluster has. A third of them train the step measured above, for long; the others have the sixteen layers from the
+# beginning, and half of these wait for their exchange for 15 % of their time. The same seed gives the same jobs. Seven
+# policies compete:
+#
+# - `gang-fifo` and `gang-srtf` give whole devices, to the first that came or to the job with the least time left.
+# - `muri-s` puts jobs together that need different resources, such as the processor and the network (Muri, from another
+#   paper).
+# - `spb` and `temporal-spb` use partial backpropagation on whole devices.
+# - `interleave` shares devices as JigSaw does, at full depth; `jigsaw` does both.
+#
+# In the first table, JCT is a job's completion time, from its arrival to its end.
 
 # %%
 rng = np.random.default_rng(0)
@@ -198,16 +216,20 @@ compared
 draw_results(compared.results, charts=("gang-srtf", "jigsaw"))
 
 # %% [markdown]
-# Colours are jobs with devices of their own, white is idle; grey are devices that jobs share, the darker the more (two
-# to eight). JigSaw shares devices only while the cluster is asked for more than it has, and is done sooner though its
-# devices compute for less of the time: what partial backpropagation skips need not be computed.
+# In the charts a colour is a job that has devices for itself, white is idle, and grey are devices that jobs share, the
+# darker the more (two to eight). JigSaw shares devices only while the cluster is asked for more than it has. It is done
+# sooner although its devices compute for less of the time: what partial backpropagation skips need not be computed.
 #
 # ## What the gain is worth
 #
-# *Iteration efficiency* (*iterations* in the second table above) counts finished iterations, each at its
-# full-backpropagation device time, per device-second while the cluster is asked for more than it has, relative to gang
-# scheduling in the same order. *Cost efficiency* credits only the backward work that was really done. *Bound* is what
-# perfect packing of the finished iterations would have reached; no result lies above its own.
+# A skipped gradient is not free, so gains are counted in two ways, both relative to giving whole devices in the same
+# order, while the cluster is asked for more than it has:
+#
+# - *Iteration efficiency* (*iterations* in the second table above) counts finished iterations, each as if it were a
+#   full one.
+# - *Cost efficiency* credits only the backward work that was really done.
+#
+# *Bound* is what perfect packing of the finished iterations would have reached; no result can lie above its own.
 
 
 # %%
@@ -307,7 +329,7 @@ own
 # does ([docs/scheduler.md](../docs/scheduler.md#real-execution)). From the shell, with traces of your own:
 #
 # ```sh
-# splitjax profile --job --model mlp --batch-size 512 --num-workers 4 --bandwidth 10gbit --json profiles.json splitjax
-# simulate --trace jobs.csv --profiles profiles.json --cluster 4x4 --policy gang-srtf,temporal-spb,jigsaw --plot
-# jobs.png
+# splitjax profile --job --model mlp --batch-size 512 --num-workers 4 --bandwidth 10gbit --json profiles.json
+# splitjax simulate --trace jobs.csv --profiles profiles.json --cluster 4x4 \
+#     --policy gang-srtf,temporal-spb,jigsaw --plot jobs.png
 # ```

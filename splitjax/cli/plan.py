@@ -10,6 +10,7 @@ from rich.console import Console
 from splitjax.cli._model_command import ModelCommand
 from splitjax.cli._options import OptionValueError, SizeText, parse_bytes
 from splitjax.cli._output import write_file, write_json
+from splitjax.machines import parse_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class ShowPlan(ModelCommand):
             raise OptionValueError(
                 "there is no lock to write anew", value=True, place="--update-lock", remedy="name it with --lock FILE"
             )
+        if self.target is not None and ":" in self.target:
+            parse_target(self.target, "--target")  # a mistake in it is told before anything is planned
         with self.busy("planning"):
             planned = self.planned()
             plan = planned.step.plan(*planned.arguments)

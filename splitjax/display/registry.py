@@ -30,7 +30,7 @@ class Registered:
     draw: Draw | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Shown:
     """Holds a `document` that shows itself: as text when it is printed, as HTML in a notebook.
 
@@ -38,6 +38,9 @@ class Shown:
     """
 
     document: Document
+
+    def __repr__(self) -> str:
+        return f"<{self.document.title or 'Tables'}; print it for the tables>"
 
     def __str__(self) -> str:
         return show(self.document)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from splitjax._registry import NamedRegistry, is_reference, load_reference
+from splitjax._registry import NamedRegistry, is_reference, load_reference, near
 from splitjax.models._common import ModelConfig, ModelError
 from splitjax.models.convnext import ConvNeXtConfig, LinenConvNeXt, NnxConvNeXt
 from splitjax.models.deepfm import DeepFMConfig, LinenDeepFM, NnxDeepFM
@@ -221,7 +221,10 @@ def _choose(key: object, table: Mapping[str, _Value], what: str, place: str) -> 
     """Returns `table[key]`, or raises `ModelError` with what there is to choose from."""
     if not isinstance(key, str) or key not in table:
         raise ModelError(
-            f"no such {what}", value=key, place=place, remedy=f"choose one of {', '.join(map(repr, table))}"
+            f"there is no such {what}{near(key, list(table))}",
+            value=key,
+            place=place,
+            remedy=f"choose one of {', '.join(map(repr, table))}",
         )
     return table[key]
 

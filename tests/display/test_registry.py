@@ -62,6 +62,7 @@ def test_pictures_are_drawn_by_what_is_registered():
 
 def test_a_document_that_shows_itself():
     shown = display.Shown(labelled(Parcel("<Ann>")))
+    assert repr(shown) == "<a parcel; print it for the tables>"
     assert str(shown) == "a parcel\n\nto <Ann>" and "<p>to &lt;Ann&gt;</p>" in shown._repr_html_()
     assert display.document(shown) is shown.document and display.show(shown, 5).startswith("a\nparc")
 

@@ -27,6 +27,7 @@ def test_an_unknown_model_lists_the_known_ones():
     ("name", "options", "says"),
     [
         ("mlp", {"library": "haiku"}, "no such library.*'haiku'.*'linen', 'nnx'"),
+        ("vgg16", {"widht": 3}, "no such option; did you mean 'width'"),
         ("vgg16", {"depth": 3}, "no such option.*'depth'.*'head_features'"),
         ("vgg16", {"letter": "A"}, "no such option.*'letter'"),  # the name settles it
         ("vgg16", {"dropout": 1.0}, "fraction.*1.0.*dropout"),

@@ -17,17 +17,17 @@ def read_text(path: pathlib.Path) -> str:
         return (unpack(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except OSError as error:
         raise TraceFileError(
-            f"cannot be read: {error.strerror or error}",
+            f"the file cannot be read: {error.strerror or error}",
             place=str(path),
             remedy="give the path of a file that exists and may be read",
         ) from error
     except (EOFError, zlib.error) as error:
         raise TraceFileError(
-            f"a gzip file that is cut short or damaged: {error}",
+            f"the file is gzip, and is cut short or damaged: {error}",
             place=str(path),
             remedy="fetch it anew, or unpack it first",
         ) from error
     except UnicodeDecodeError as error:
         raise TraceFileError(
-            f"not text: {error.reason}", place=str(path), remedy="give a text in UTF-8, plain or gzip"
+            f"the file is no text: {error.reason}", place=str(path), remedy="give a text in UTF-8, plain or gzip"
         ) from error

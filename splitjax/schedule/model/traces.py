@@ -87,12 +87,13 @@ def read_trace(
             )
         return read_jobs(path, profiles, skip_malformed=skip_malformed)
     raise TraceFileError(
-        "a trace of a kind that is not known",
+        "this is a trace of a kind that is not known",
         value=header,
         place=f"{path}:1",
         remedy=(
-            f"columns are {', '.join(PHILLY_COLUMNS)} (Philly), {', '.join(MURI_COLUMNS)} (Muri) or"
-            f" {', '.join(JOB_COLUMNS)} (one's own)"
+            "its first line names its columns, with commas between; these are known:"
+            f" {','.join(PHILLY_COLUMNS)} (Philly); {','.join(MURI_COLUMNS)} (Muri); {','.join(JOB_COLUMNS)} (jobs of"
+            " your own)"
         ),
     )
 

@@ -120,7 +120,7 @@ def test_files_that_are_no_traces(write, tmp_path):
     damaged.write_bytes(gzip.compress(PHILLY.encode())[:-12])
     with pytest.raises(TraceFileError, match="cut short"):
         read_trace(damaged)
-    with pytest.raises(TraceFileError, match="not text"):
+    with pytest.raises(TraceFileError, match="is no text"):
         read_trace(write("") if not (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00") else tmp_path / "b.csv")
 
 
