@@ -35,6 +35,7 @@ from splitjax.roles import Role, read_roles
 from splitjax.step.consumed import CallLog
 from splitjax.step.keywords import VerifySizes
 from splitjax.step.methods import Methods
+from splitjax.step.padding.stored import with_padding
 from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
 from splitjax.step.traced import naming_axes
 from splitjax.step.words import step_words
@@ -294,11 +295,13 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """
         call, single = self._planned(make_fn, make_args, example)
 
-        def create(*args: Any) -> list[jax.Array]:
-            made = self._making(make_fn)(*args)
-            return [_strong(leaf) for leaf in self._made(made, example)[0].made_leaves]
+        stored = call.stored(call.made)
 
-        states = call.rebuild(jax.jit(create, out_shardings=call.shardings(call.made))(*make_args))
+        def create(*args: Any) -> list[jax.Array]:
+            made = self._made(self._making(make_fn)(*args), example)[0].made_leaves
+            return [with_padding(_strong(leaf), like) for leaf, like in zip(made, stored, strict=True)]
+
+        states = call.rebuild(jax.jit(create, out_shardings=[leaf.sharding for leaf in stored])(*make_args))
         return cast("S", states[0] if single else states)
 
     @_compat.outside_mesh
@@ -306,9 +309,25 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """Describes the states that `make_fn(*make_args)` makes: `ShapeDtypeStruct`s with shardings for arrays, for
         one's own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
         call, single = self._planned(make_fn, make_args, example)
-        pairs = zip(call.made_leaves, call.shardings(call.made), strict=True)
-        states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf, where in pairs])
+        states = call.rebuild(call.stored(call.made))
         return states[0] if single else states
+
+    def logical(self, *states: Any) -> Any:
+        """Returns `states`, in order, without the padding that `uneven="pad"` stores them with: in the sizes that the
+        step knows, for checkpoints and tools of one's own. New states: the given ones stay as they are. Descriptions
+        (`abstract_state`) serve too. `stored` is the way back, and the step itself takes both. Returns one state, or a
+        tuple of them."""
+        return self._changed(states, lambda step: step._programs.logical)
+
+    def stored(self, *states: Any) -> Any:
+        """Returns `states`, in order, with the padding that `uneven="pad"` stores them with, laid out as the plan says:
+        the inverse of `logical`. Returns one state, or a tuple of them."""
+        return self._changed(states, lambda step: step._programs.stored)
+
+    def _changed(self, states: tuple[Any, ...], way: Callable[[ParallelStep], Callable[[int, Any], Any]]) -> Any:
+        """Returns states with their arrays changed by a way of the plain step that was used last."""
+        changed = self._over_states(states, way(self._used[-1])) if self._used else states
+        return changed[0] if len(changed) == 1 else changed
 
     def _planned(self, make_fn: Callable, make_args: tuple, example: Sequence[Any]) -> tuple[Call, bool]:
         """The call over abstract states, outside any trace, and whether `make_fn` returns a lone state."""
@@ -405,6 +424,11 @@ class FilteredStep(abc.ABC, Generic[P, R]):
     @abc.abstractmethod
     def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arranges the plain step's shardings by the user's arguments."""
+
+    @abc.abstractmethod
+    def _over_states(self, states: tuple[Any, ...], change: Callable[[int, Any], Any]) -> tuple[Any, ...]:
+        """Returns the states with what `change` makes of (position, arrays) of each among the plain step's
+        arguments."""
 
     @abc.abstractmethod
     def _unpack(self, call: Call, result: Any) -> Any:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from splitjax._static import Half, partition
 from splitjax.parallel_step import ParallelStep
-from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.positions import parameter_names
 
 
@@ -105,11 +104,14 @@ class Call:
     def shardings(self, numbers: Sequence[int]) -> list[jax.sharding.NamedSharding]:
         """Returns the plan's sharding of every array in the arguments at the positions `numbers`."""
         entry = self.step._programs.entry(self.args)
-        return [
-            named_sharding(self.step.mesh, leaf.spec)
-            for n in numbers
-            for leaf in entry.plan.leaves[slice(*entry.bound.spans[n])]
-        ]
+        return [where for n in numbers for where in entry.shardings[slice(*entry.bound.spans[n])]]
+
+    def stored(self, numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        """Describes how every array in the arguments at the positions `numbers` is stored, with the plan's sharding."""
+        entry = self.step._programs.entry(self.args)
+        pairs = zip(entry.described, entry.shardings, strict=True)
+        described = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf, where in pairs]
+        return [leaf for n in numbers for leaf in described[slice(*entry.bound.spans[n])]]
 
 
 def signature(names: Sequence[str], fn: Callable, num_args: int) -> inspect.Signature:

@@ -145,6 +145,13 @@ class EquinoxStep(FilteredStep[P, R]):
     def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
         return shardings[1:]
 
+    def _over_states(self, states: tuple[Any, ...], change: Callable[[int, Any], Any]) -> tuple[Any, ...]:
+        out = []
+        for number, state in zip(self._options.state_argnums, states, strict=True):
+            arrays, half = partition(state)
+            out.append(half.combine(jax.tree.leaves(change(number + 1, arrays))))
+        return tuple(out)
+
     def _unpack(self, call: Call, result: Any) -> Any:
         return detach(result)
 

@@ -366,6 +366,21 @@ class NNXStep(FilteredStep[P, R]):
         objects = nnx.unflatten(graph.graphdef, graph.join(*(group.values for group in groups)))
         return tuple(fill(argument, [nnx.state(each) for each in objects]) for argument in shardings[FIRST:])
 
+    def _over_states(self, states: tuple[Any, ...], change: Callable[[int, Any], Any]) -> tuple[Any, ...]:
+        placed: list[tuple[int, str, Any]] = []
+        numbers = self._state_positions(len(states))
+        shells = [self._take_objects(number, state, placed) for number, state in zip(numbers, states, strict=True)]
+        objects, names = tuple(leaf for _, _, leaf in placed), tuple(name for _, name, _ in placed)
+        graphdef, flat = nnx.flatten(objects)
+        graph = ObjectGraph.of(graphdef, flat, names, [True] * len(objects))
+        mine, *others = graph.split([raw(leaf) for leaf in flat.leaves])
+        changed = change(STATE, mine)
+        values = graph.join(changed.values, *(group.values for group in others))
+        made = nnx.unflatten(graphdef, values)
+        holds = lambda shell: any(map(is_slot, jax.tree.leaves(shell, is_leaf=is_slot)))
+        pairs = zip(numbers, shells, strict=True)
+        return tuple(fill(shell if holds(shell) else change(number + FIRST, shell), made) for number, shell in pairs)
+
     def _unpack(self, call: Call, result: Any) -> Any:
         new, made, *rest = result
         extra: Extra = rest[-1]

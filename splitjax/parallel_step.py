@@ -281,20 +281,38 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     @_compat.outside_mesh
     def logical(self, *states: Any) -> Any:
         """Returns `states`, in `state_argnums` order, without the padding that `uneven="pad"` stores them with: in the
-        sizes that the step knows, for tools of one's own. Other leaves are handed on as they are. `place` is the way
-        back, and the step itself takes them as well. Returns one state, or a tuple of them.
+        sizes that the step knows, for checkpoints and tools of one's own. Other leaves are handed on as they are;
+        descriptions (`abstract_state`) serve too. `stored` is the way back, and the step itself takes both. Returns one
+        state, or a tuple of them.
 
         Raises `StateError` where they are not as many as the step takes."""
+        return self._each_state("logical", self._programs.logical, states)
+
+    @overload
+    def stored(self, state: S, /) -> S: ...
+    @overload
+    def stored(self, *states: *States) -> tuple[*States]: ...
+    @_compat.outside_mesh
+    def stored(self, *states: Any) -> Any:
+        """Returns `states`, in `state_argnums` order, with the padding that `uneven="pad"` stores them with, laid out
+        as the plan says: the inverse of `logical`. Other leaves are handed on as they are. Returns one state, or a
+        tuple of them.
+
+        Raises `StateError` where they are not as many as the step takes."""
+        return self._each_state("stored", self._programs.stored, states)
+
+    def _each_state(self, name: str, change: Callable[[int, Any], Any], states: tuple[Any, ...]) -> Any:
+        """Changes each of the states by its position, for the method called `name`."""
         numbers = self._recipe.options.state_argnums
         if len(states) != len(numbers):
             raise StateError(
-                f"logical got {len(states)} states, the step has {len(numbers)}",
+                f"{name} got {len(states)} states, the step has {len(numbers)}",
                 value=numbers,
-                place=f"{self._recipe.name}.logical",
+                place=f"{self._recipe.name}.{name}",
                 remedy="pass one state per state argument, in state_argnums order",
             )
-        cut = tuple(self._programs.logical(number, state) for number, state in zip(numbers, states, strict=True))
-        return cut[0] if len(cut) == 1 else cut
+        changed = tuple(change(number, state) for number, state in zip(numbers, states, strict=True))
+        return changed[0] if len(changed) == 1 else changed
 
     @_compat.outside_mesh
     def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ from splitjax.planning.passes import completed, draft_step, with_tables
 from splitjax.planning.predict import predict
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
-from splitjax.step.padding.stored import with_padding
+from splitjax.step.padding.stored import padded_traced
 from splitjax.step.traced import Traced, trace_step, with_dealt
 
 
@@ -53,13 +53,13 @@ def begin(
     simulator = functools.partial(_simulated, recipe, mesh)
     padding = find_padding(Draft.of(traced, inside_mesh(mesh), request, CHOOSER))
     if padding:
-        traced = with_padding(traced, padding)
+        traced = padded_traced(traced, padding)
     draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     if not traced.is_settled:
         specs = [logical_spec(leaf, draft.shape, moves=False) for leaf in draft.layout.leaves]
         traced = trace_step(recipe, traced.call, traced.matched, mesh, specs)
         if padding:
-            traced = with_padding(traced, padding)
+            traced = padded_traced(traced, padding)
         draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     products, fused = fused_products(draft)
     while products:

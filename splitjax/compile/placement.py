@@ -19,7 +19,7 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import StateError
 from splitjax.mesh import with_devices
 from splitjax.planning.sites.layout import named_sharding
-from splitjax.step.padding.stored import padding_of, stored_array
+from splitjax.step.padding.stored import stored_array, with_padding
 from splitjax.step.positions import with_states
 from splitjax.step.processes import on_mesh
 from splitjax.step.traced import naming_axes
@@ -54,7 +54,7 @@ def init_state(
         strong = lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x)
         made = naming_axes(init_fn, mesh)(*args)
         made = jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
-        return jax.tree.map(_with_padding, made, stored)
+        return jax.tree.map(with_padding, made, stored)
 
     return name_layout(jax.jit(create, out_shardings=shardings)(*init_args), shardings)
 
@@ -106,13 +106,6 @@ def _anywhere(leaf: Any) -> Any:
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-
-
-def _with_padding(leaf: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a leaf as it is stored: with zeros behind its entries where it is larger then."""
-    if leaf.shape == stored.shape:
-        return leaf
-    return jnp.pad(leaf, padding_of(leaf.shape, stored.shape))
 
 
 def _copy_to(leaf: Any, stored: jax.ShapeDtypeStruct) -> jax.Array:

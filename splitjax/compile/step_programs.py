@@ -32,10 +32,11 @@ from splitjax.planning.observing import TableDecision, TableObserver, axes_to_me
 from splitjax.planning.padding import logical_spec, matching
 from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
+from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.agreement import wait_for_compiled
 from splitjax.step.arguments import Bound, Signature, bind, difference, leaf_path
 from splitjax.step.options import reject_mutating_modules
-from splitjax.step.padding.stored import logical_array, logical_bound
+from splitjax.step.padding.stored import logical_array, logical_bound, stored_array
 from splitjax.step.traced import trace_step
 from splitjax.sync.link import measure_link
 from splitjax.trace.collecting import uncollected
@@ -133,7 +134,7 @@ class StepPrograms:
     def logical(self, number: int, state: Any) -> Any:
         """Returns the state at position `number` without padding: leaves that the step stores padded, in the sizes that
         it knows, laid out over the same devices as far as these divide them."""
-        planned = {(leaf.path, leaf.shape): leaf for entry in self._entries.values() for leaf in entry.plan.leaves}
+        planned = {(leaf.path, leaf.shape): leaf for leaf in self._padded_leaves()}
 
         def cut(path: Any, leaf: Any) -> Any:
             plan = planned.get((leaf_path(self._recipe.options, number, path), tuple(getattr(leaf, "shape", ()))))
@@ -142,7 +143,20 @@ class StepPrograms:
             where = NamedSharding(self.mesh, PartitionSpec(*logical_spec(plan, MeshShape.of(self.mesh))))
             return logical_array(leaf, plan.logical, where)
 
-        return jax.tree_util.tree_map_with_path(cut, state)
+        return jax.tree_util.tree_map_with_path(cut, state) if planned else state
+
+    def stored(self, number: int, state: Any) -> Any:
+        """Returns the state at position `number` as it is stored: the inverse of `logical`."""
+        planned = {(leaf.path, leaf.logical): leaf for leaf in self._padded_leaves()}
+
+        def grow(path: Any, leaf: Any) -> Any:
+            plan = planned.get((leaf_path(self._recipe.options, number, path), tuple(getattr(leaf, "shape", ()))))
+            return leaf if plan is None else stored_array(leaf, plan.shape, named_sharding(self.mesh, plan.spec))
+
+        return jax.tree_util.tree_map_with_path(grow, state) if planned else state
+
+    def _padded_leaves(self) -> list[LeafPlan]:
+        return [leaf for entry in self._entries.values() for leaf in entry.plan.leaves if leaf.logical is not None]
 
     def settled(self, entry: CompiledEntry) -> CompiledEntry:
         """Returns the entry that the signature of `entry` runs from now on: a new one, once the first steps of its

@@ -1,7 +1,7 @@
 """Decides which leaves of a step are stored padded (`uneven="pad"`), and describes them.
 
 A `Draft` of which nothing is decided comes in; the padded sizes of its leaves come out, with which the step is traced
-again (`step.padding.stored.with_padding`) before anything else is decided: every later room sees dims that divide.
+again (`step.padding.stored.padded_traced`) before anything else is decided: every later room sees dims that divide.
 """
 
 from __future__ import annotations

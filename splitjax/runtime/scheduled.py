@@ -35,6 +35,7 @@ from splitjax.runtime.launch import variables
 from splitjax.runtime.launch.initialize import initialize
 from splitjax.runtime.launch.workers import Coordinator, one_core_variables
 from splitjax.runtime.training.idle import noticing_idle
+from splitjax.runtime.training.stepping import restore, stored_state
 from splitjax.schedule.execution.engine import Place, StepOrder
 from splitjax.schedule.model.jobs import STORAGE
 
@@ -139,11 +140,8 @@ class DecoratedTask:
         if self._checkpoints.newest_good() is None:
             self._state = begin()
             return 0
-        restored = self._checkpoints.restore(
-            training.step.abstract_state(training.init_fn, training.key, example=example)
-        )
+        restored = restore(self._checkpoints, training.step, training.init_fn, training.key, example=example)
         self._state = restored.state
-        training.step.resume(restored.carried)
         return restored.step
 
     def stage(self, number: int, resource: int) -> None:
@@ -171,7 +169,8 @@ class DecoratedTask:
 
     def save(self, number: int) -> None:
         """Saves the state after iteration `number`, and waits for it."""
-        self._checkpoints.save(number, self._state, carried=self.training.step.carried(), wait=True)
+        step = self.training.step
+        self._checkpoints.save(number, stored_state(step, self._state), carried=step.carried(), wait=True)
 
     def _step_at(self, depths: tuple[float, ...]) -> Callable[[Any, Any], Any]:
         return self.training.step if self.training.at_depths is None else self.training.at_depths(depths)

@@ -53,14 +53,17 @@ def as_loop_step(step: Callable[..., Any], state: Any) -> Callable[[Any, Any], t
 
 def stored_state(step: Any, state: Any) -> Any:
     """Returns what a checkpoint keeps of the `state` of a `step`: all of it, but of Equinox modules the arrays alone.
-    The rest (functions, flags) is part of the program."""
+    The rest (functions, flags) is part of the program. Leaves that the step stores padded have the sizes that it
+    knows."""
+    state = _each_state(step, state, "logical")
     return partition(state)[0] if _has_static_halves(step) else state
 
 
 def whole_state(step: Any, like: Any, stored: Any) -> Any:
     """Returns the state of a `step` of which a checkpoint keeps `stored`; what it does not keep is taken from `like`, a
     state or its shapes."""
-    return partition(like)[1].combine(stored) if _has_static_halves(step) else stored
+    whole = partition(like)[1].combine(stored) if _has_static_halves(step) else stored
+    return _each_state(step, whole, "stored")
 
 
 def restore(
@@ -88,6 +91,21 @@ def restore(
     restored = dataclasses.replace(restored, state=whole_state(step, like, restored.state))
     step.resume(restored.carried)
     return restored
+
+
+def _each_state(step: Any, state: Any, method: str) -> Any:
+    """Returns what a `method` of a decorated step makes of a state, or of each of a tuple of states."""
+    if not isinstance(step, (ParallelStep, FilteredStep)):
+        return state
+    changed = getattr(step, method)(*((state,) if _is_single(step, state) else state))
+    return type(state)(changed) if type(state) in (tuple, list) and type(changed) is tuple else changed
+
+
+def _is_single(step: ParallelStep | FilteredStep, state: Any) -> bool:
+    """Tells whether `state` is one state, and not a tuple of them; without numbers the frontend finds the states among
+    a call's arguments."""
+    numbers = step.options.state_argnums
+    return len(numbers) == 1 if numbers else type(state) not in (tuple, list)
 
 
 def _has_static_halves(step: Any) -> bool:
@@ -121,8 +139,8 @@ class _DecoratedStep:
         options = step.options
         self._step, self._options, self._name = step, options, getattr(step, "__name__", "step")
         self._changes_states = isinstance(step, FilteredStep) and step.changes_states
-        numbers = options.state_argnums  # none where the frontend finds the states among a call's arguments
-        self._is_single = len(numbers) == 1 if numbers else type(state) not in (tuple, list)
+        numbers = options.state_argnums
+        self._is_single = _is_single(step, state)
         states = self._split_states(state)
         self._state_numbers = numbers or tuple(range(len(states)))
         taken = {*self._state_numbers, *options.static_argnums}

@@ -1,8 +1,8 @@
 """Tells the sizes that leaves are stored with from those that the step knows, of calls and of traced steps.
 
 A traced call and the padded sizes of its leaves come in; the same call over the stored leaves comes out
-(`with_padding`). Of a call with arrays, the one that the step knows (`logical_bound`) and the arrays as they are stored
-(`stored_array`).
+(`padded_traced`). Of a call with arrays, the one that the step knows (`logical_bound`) and the arrays as they are
+stored (`stored_array`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # path of a leaf -> the shape that the step knows
 
 
-def with_padding(traced: Traced, leaves: LeafSizes) -> Traced:
+def padded_traced(traced: Traced, leaves: LeafSizes) -> Traced:
     """Returns the call of a traced step over padded leaves: its trace, and those that are made of it later. `leaves`:
     position of a flat argument -> its padded dims."""
     known = abstract(traced.bound.leaves, traced.bound.signature.avals)
@@ -90,6 +90,11 @@ def _with_shapes(bound: Bound, shapes: Mapping[int, Shape]) -> Bound:
 def padding_of(shape: Shape, stored: Shape) -> list[tuple[int, int]]:
     """Returns what is added at the end of each dim of an array of `shape` to make it `stored`."""
     return [(0, large - small) for small, large in zip(shape, stored, strict=True)]
+
+
+def with_padding(leaf: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a leaf as it is stored, within a program: with zeros behind its entries where it is larger then."""
+    return leaf if leaf.shape == stored.shape else jax.numpy.pad(leaf, padding_of(leaf.shape, stored.shape))
 
 
 def stored_array(leaf: Any, stored: Shape, where: NamedSharding) -> Any:
