@@ -14,10 +14,11 @@ from splitjax.report.table import Row, table
 
 _WIDTH, _LEFT, _BAR, _ROW = 860, 210, 400, 22
 _TEXT = _LEFT + _BAR + 14
-# Colours of light and of dark pages: text, softer text, what is not held, a whole layer, a split layer.
-_LIGHT = ("#1f2328", "#59636e", "#d8dee4", "#57606a", "#e8590c")
-_DARK = ("#e6edf3", "#9198a1", "#30363d", "#8b949e", "#ff922b")
-_NAMES = ("text", "soft", "away", "whole", "split")
+# Colours of light and of dark pages: text, softer text, what is not held, a whole layer, a split layer, the page itself:
+# where a page stays white for readers whose system is dark, as a package index does, pale words would not be seen.
+_LIGHT = ("#1f2328", "#59636e", "#d8dee4", "#57606a", "#e8590c", "#ffffff")
+_DARK = ("#e6edf3", "#9198a1", "#30363d", "#8b949e", "#ff922b", "#0d1117")
+_NAMES = ("text", "soft", "away", "whole", "split", "page")
 # A character of the monospaced names, in units of the picture; longer names are cut.
 _MOST_CHARACTERS = 24
 
@@ -45,6 +46,7 @@ def plan_svg(plan: Plan) -> str:
         f' aria-label="{escape(title, quote=True)}">',
         f"<style>text{{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}}.title{{font-weight:bold}}"
         f"{_style(_LIGHT)}@media(prefers-color-scheme:dark){{{_style(_DARK)}}}</style>",
+        f'<path d="M0 0H{_WIDTH}V{height}H0Z" class="page"/>',
         _text(10, 20, title, "text title"),
         *_legend(10, 42),
     ]

@@ -76,3 +76,9 @@ def test_names_cannot_break_it(plan):
     assert "<script>" not in svg and "<b>" not in svg
     assert "rules <b>&" in ET.fromstring(svg).get("aria-label")
     assert plan_svg(dataclasses.replace(plan, layers=(), leaves=())).count("<svg") == 1
+
+
+def test_words_are_seen_on_any_page(plan):
+    """A reader's system may be dark where the page is white: the picture brings its own page."""
+    svg = plan_svg(plan)
+    assert svg.count(".page{fill:") == 2 and svg.index('class="page"') < svg.index("<text")
