@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.planning.draft import Draft
+from splitjax.rules.pins import resolve
 from splitjax.rules.uneven import padded_sizes
 
 Sizes = Mapping[int, int]
@@ -31,7 +32,8 @@ def find_padding(draft: Draft) -> dict[int, Sizes]:
         return {n: _sizes(plan) for n, plan in fits.items() if plan is not None and plan.logical == shapes[n]}
     if request.uneven != "pad" or not request.returns_state:
         return {}
-    sizes = padded_sizes(graph, request.rules, draft.shape, draft.pins.by_path)
+    pins = resolve(draft.traced.said, graph, draft.shape, must_divide=False)
+    sizes = padded_sizes(graph, request.rules, draft.shape, pins.by_path)
     padding = {}
     for leaf in graph.leaves if sizes else ():
         own = {

@@ -67,11 +67,11 @@ class Pins:
     notes: tuple[str, ...] = ()
 
 
-def resolve(said: Iterable[Said], graph: Graph, mesh: MeshShape) -> Pins:
+def resolve(said: Iterable[Said], graph: Graph, mesh: MeshShape, *, must_divide: bool = True) -> Pins:
     """Makes pins of what was said.
 
     **Arguments:** `said`: in any order, several of one leaf perhaps. `graph`: the traced step. `mesh`: the mesh's
-    shape, with the roles of its axes.
+    shape, with the roles of its axes. `must_divide`: False while it is open whether leaves are padded.
 
     Raises `PinError` where an array cannot be laid out as it says (more names than dims, a size that does not divide,
     an axis twice), and where two of one leaf contradict each other, naming both."""
@@ -85,7 +85,8 @@ def resolve(said: Iterable[Said], graph: Graph, mesh: MeshShape) -> Pins:
         is_split = any(entry not in (None, OPEN) for entry in entries)
         if not is_split and (each.is_placed or names):
             continue
-        pin = Pin(_checked(each, entries, shapes[each.path], mesh), each.how, each.is_placed)
+        shape = shapes[each.path] if must_divide else (0,) * len(shapes[each.path])  # zero divides by everything
+        pin = Pin(_checked(each, entries, shape, mesh), each.how, each.is_placed)
         earlier = pins.get(each.path)
         pins[each.path] = pin if earlier is None else _joined(each.path, earlier, pin)
     notes = []

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.rules.decide import decide
-from splitjax.rules.decisions import Decisions
+from splitjax.rules.decisions import Axes, Decisions
 from splitjax.rules.match import candidates, divides, first_match, named_params, param_kinds
 from splitjax.rules.pins import Pin
 from splitjax.rules.ruleset import RuleSet
-from splitjax.trace.graph import Graph
+from splitjax.trace.graph import Graph, Leaf
 
 _MOST_ROUNDS = 8
 
@@ -30,11 +30,14 @@ def padded_sizes(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[st
     takes apart, nor the dim of examples."""
     examples = {graph.soft[atom] for atom in graph.example_atoms}
     multiples: dict[int, int] = {}
-    grown = graph
+    for label, num in _asked_by_pins(graph, mesh, pins):  # what is pinned has to divide before anything is decided
+        if label not in examples:
+            multiples[label] = math.lcm(multiples.get(label, 1), num)
+    grown = _grown(graph, multiples)
     for _ in range(_MOST_ROUNDS):
         decisions = decide(grown, rules, mesh, pins)
         found = dict(multiples)
-        for label, num in _in_the_way(grown, rules, mesh, decisions, pins):
+        for label, num in _asked_by_rules(grown, rules, mesh, decisions):
             if label not in examples:
                 found[label] = math.lcm(found.get(label, 1), num)
         if found == multiples:
@@ -54,26 +57,36 @@ def padded_sizes(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[st
     }
 
 
-def _in_the_way(
-    graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, pins: Mapping[str, Pin]
-) -> list[tuple[int, int]]:
-    """Returns the labels of dims that do not divide into as many parts as a rule or a pin asks for, with that
-    number."""
+def _asked_by_pins(graph: Graph, mesh: MeshShape, pins: Mapping[str, Pin]) -> list[tuple[int, int]]:
+    """Returns the labels of dims that do not divide into as many parts as a pin asks for, with that number."""
+    found = []
+    for leaf in graph.params:
+        for dim in range(len(leaf.shape)) if leaf.path in pins else ():
+            found += _in_the_way(graph, mesh, leaf, [dim], pins[leaf.path].axes(dim) or ())
+    return found
+
+
+def _asked_by_rules(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> list[tuple[int, int]]:
+    """Returns the labels of dims that do not divide into as many parts as the first choice of a rule asks for, with
+    that number."""
     kinds, found = param_kinds(graph), []
     for path, leaf in named_params(graph).items():
-        asked = [] if path not in pins else [([dim], pins[path].axes(dim) or ()) for dim in range(len(leaf.shape))]
         rule = first_match(rules.rules, leaf, kinds[path])
         if rule is not None and rule.shard and decisions.params[path].unfit:
-            asked += [(candidates(leaf, ref), mesh.meant(names)) for ref, names in rule.shard[0]]
-        for dims, axes in asked:
-            num = mesh.size(axes)
-            sizes = [[graph.atom_sizes[atom] for atom in leaf.dims[dim]] for dim in dims]
-            if not axes or not dims or any(divides(each, num) for each in sizes):
-                continue
-            dim = next((dim for dim, each in zip(dims, sizes, strict=True) if len(each) == 1 and each[0] > num), None)
-            if dim is not None:
-                found.append((graph.soft[leaf.dims[dim][0]], num))
+            for ref, names in rule.shard[0]:
+                found += _in_the_way(graph, mesh, leaf, candidates(leaf, ref), mesh.meant(names))
     return found
+
+
+def _in_the_way(graph: Graph, mesh: MeshShape, leaf: Leaf, dims: Sequence[int], axes: Axes) -> list[tuple[int, int]]:
+    """Returns the label of the first of the `dims` of a parameter that could be padded, where none of them divides over
+    `axes`, with the number of parts."""
+    num = mesh.size(axes)
+    sizes = [[graph.atom_sizes[atom] for atom in leaf.dims[dim]] for dim in dims]
+    if not axes or any(divides(each, num) for each in sizes):
+        return []
+    fits = [dim for dim, each in zip(dims, sizes, strict=True) if len(each) == 1 and each[0] > num]
+    return [(graph.soft[leaf.dims[fits[0]][0]], num)] if fits else []
 
 
 def _grown(graph: Graph, multiples: Mapping[int, int]) -> Graph:

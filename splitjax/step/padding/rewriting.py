@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.primitives import interpreter
@@ -27,7 +28,18 @@ from splitjax.step.padding.contracting import CONTRACTING
 from splitjax.step.padding.indexing import INDEXING
 from splitjax.step.padding.pointwise import pointwise
 from splitjax.step.padding.reshaping import RESHAPING
-from splitjax.step.padding.values import Padded, Sizes, array_of, fitted, logical, masked, padded, sizes_of
+from splitjax.step.padding.values import (
+    Padded,
+    Sizes,
+    array_of,
+    fill_of,
+    fitted,
+    grown,
+    logical,
+    masked,
+    padded,
+    sizes_of,
+)
 from splitjax.trace.classes import refine, unite
 from splitjax.trace.collecting import uncollected
 from splitjax.trace.flatten import flatten
@@ -125,6 +137,7 @@ class _Rewriting:
     def __init__(self, wanted: WantedDims) -> None:
         self._wanted = wanted
         self._is_differentiated = False
+        self._made: dict[Any, Any] = {}  # by variable, the number with which an array of one number was made
 
     @property
     def carried(self) -> Mapping[Site, Sequence[Sizes]]:
@@ -147,6 +160,8 @@ class _Rewriting:
     def handle(self, eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any] | None:
         """Is the handler of the evaluation."""
         wanted = self._wanted.results.get(site) or [{}] * len(eqn.outvars)
+        if eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == ():
+            self._made[eqn.outvars[0]] = values[0]
         is_touched = any(isinstance(value, Padded) for value in values)
         if not is_touched and not any(wanted) and site not in self._wanted.around:
             return None
@@ -172,4 +187,24 @@ class _Rewriting:
             return INDEXING[name](eqn, values, wanted)
         if name in CONTRACTING:
             return CONTRACTING[name](eqn, values, wanted, self._is_differentiated)
-        return pointwise(eqn, values, wanted, self._is_differentiated)
+        return pointwise(eqn, self._made_anew(eqn, values), wanted, self._is_differentiated)
+
+    def _made_anew(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Returns operands with arrays of one number at the size of the padded ones that they meet: nobody knew when
+        they were made."""
+        sizes = next((value.sizes for value in values if isinstance(value, Padded)), {})
+        shape = tuple(eqn.outvars[0].aval.shape)
+        return [
+            padded(
+                jnp.full(grown(shape, sizes), self._made[variable], variable.aval.dtype),
+                shape,
+                sizes,
+                fill_of(self._made[variable]),
+            )
+            if not isinstance(value, Padded)
+            and not isinstance(variable, _compat.Literal)
+            and variable in self._made
+            and tuple(variable.aval.shape) == shape
+            else value
+            for variable, value in zip(eqn.invars, values, strict=True)
+        ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import splitjax
@@ -143,3 +145,77 @@ def test_explicit_axes(rules):
         step, init = language_model()
         parallel = splitjax.parallelize(step, mesh=jax.make_mesh((2, 4), ("data", "model")), rules=rules, uneven="pad")
         assert_equal(trained(parallel, init), reference())
+
+
+def table_model(tx, lookup):
+    """A step whose table is read by look-ups alone."""
+
+    def step(state, batch):
+        def loss_fn(p):
+            hidden = jnp.tanh(lookup(p["table"], batch["x"]).mean(1) @ p["dense"])
+            return ((hidden - batch["y"][:, :1] / 257) ** 2).mean()
+
+        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def init(key):
+        keys = jax.random.split(key)
+        params = {
+            "table": jax.random.normal(keys[0], (257, FEATURES)),
+            "dense": jax.random.normal(keys[1], (FEATURES, 1)),
+        }
+        return {"params": params, "opt": tx.init(params)}
+
+    return step, init
+
+
+LOOKUPS = {"indexed": lambda table, ids: table[ids], "taken": lambda table, ids: jnp.take(table, ids, axis=0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adagrad(0.1)], ids=["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    ("rules", "mesh", "sync"),
+    [("megatron", MESH, "zen"), ("megatron", MESH, "auto"), ("embedding_owner", {"data": 8}, "row_exchange")],
+)
+def test_padded_tables_go_by_rows(rules, mesh, sync, tx, lookup):
+    with X64(True):
+        step, init = table_model(tx, LOOKUPS[lookup])
+        expected = trained(splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel"), init, steps=6)
+        parallel = splitjax.parallelize(step, mesh=mesh, rules=rules, uneven="pad", sync=sync)
+        assert_equal(trained(parallel, init, steps=6), expected)
+        plan = parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+        assert "params/table" in padded_shapes(plan)
+        assert [sync.scheme for sync in plan.syncs] != ["dense"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_partial_backpropagation(tied):
+    with X64(True):
+        step, init = language_model(tied=tied)
+        options = {"mesh": MESH, "rules": "megatron", "backprop": splitjax.PartialBackprop((1.0, 0.5))}
+        padded = splitjax.parallelize(step, uneven="pad", **options)
+        assert_equal(trained(padded, init), trained(splitjax.parallelize(step, **options), init))
+
+
+def test_annotations_pin_the_padded_dim():
+    """Of Linen, which names the axes of an array of 33 columns."""
+    columns = nn.Dense(33, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model")))
+    model = nn.Sequential([columns, nn.relu, nn.Dense(7)])
+    shape = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+    def step(params, batch):
+        loss, grads = splitjax.value_and_grad(lambda params: (model.apply(params, batch) ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    init = lambda key: model.init(key, jnp.zeros((8, 16)))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    plan = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad").plan(shapes, shape)
+    assert padded_shapes(plan)["params/layers_0/kernel/value"] == ((16, 33), (16, 36))
+    assert plan.spec("params/layers_0/kernel/value") == jax.P(None, "model")
+    assert plan.spec("params/layers_2/kernel") == jax.P("model", None)  # what it meets is padded and split with it
+    with pytest.raises(splitjax.errors.PinError, match="does not divide by 4"):
+        splitjax.parallelize(step, mesh=MESH, rules="megatron").plan(shapes, shape)
