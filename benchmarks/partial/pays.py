@@ -161,12 +161,15 @@ def render(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[Any, dict
     )
     lines = [
         (
-            f"{quality.NUM_WORKERS} devices behind links of the rate: processes of one thread, {held}. The network of"
-            f" `{TASK}` in the section on quality, {quality.BATCH} examples a step, against full backpropagation with"
-            f" the smaller batch of equal cost, {facts['smaller']} examples. Two jobs: two processes share a device and"
-            " its link, neither waits for the other, and the depths of the second begin half the turns later; seconds"
-            " until both are done. Seconds of a step: of the slowest worker, median of the turns; times to the loss:"
-            f" seconds of a step times steps to the loss, over the smaller batch's. {others_text(facts['others'])}"
+            f"{quality.NUM_WORKERS}"
+            f" devices behind links of the given rate are processes of one thread, {held}. The network is"
+            f" that of `{TASK}` in the section on quality, with {quality.BATCH} examples a step; its rival is"
+            f" full backpropagation with the smaller batch of equal cost, {facts['smaller']} examples. With"
+            " two jobs, two processes share each device and its link, neither waits for the other, and the"
+            " depths of the second begin half the turns later; the time is that until both are done. Seconds"
+            " of a step are those of the slowest worker: the median of the turns. The time to the loss is the"
+            " seconds of a step times the steps to the loss, relative to that of the smaller batch."
+            f" {others_text(facts['others'])}"
         ),
         "",
     ]
@@ -220,10 +223,11 @@ def render(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[Any, dict
         goals.append(Goal(f"bytes of {name} off the plan's", abs(off), MOST_OFF_PLAN, True))
     lines += [
         (
-            f"Bytes of a step, mean worker, at {BYTES_LINK}: the same network with widths x {WIDER},"
-            f" {next(iter(facts['bytes'].values()))['whole'] / 1e6:.2f} MB of gradients. By the formula: of every"
-            " segment 2 (n-1)/n for each of its n contributors, and N - n hand-overs of the sum. On the wire: what"
-            " left the worker's network device, headers, acknowledgements and the loss included."
+            f"The next table has the bytes that the mean worker sends in a step at {BYTES_LINK}, for the same"
+            f" network with widths x {WIDER} ({next(iter(facts['bytes'].values()))['whole'] / 1e6:.2f} MB of"
+            " gradients). The formula counts for every segment 2 (n-1)/n of its bytes for each of its n"
+            " contributors, and N - n hand-overs of the sum. *On the wire* is what left the worker's network"
+            " device, with headers, acknowledgements and the loss."
         ),
         "",
         *table(["", "by the formula, MB", "planned, MB", "on the wire, MB", "wire over plan"], sent),

@@ -287,10 +287,13 @@ def _report(found: dict[tuple[str, str], tuple[Task, dict[str, Any]]]) -> Any:
 
     lines = [
         (
-            f"{NUM_WORKERS} workers, batches of {BATCH} examples; every variant takes as many steps. Cost: predicted"
-            " device time over that of full backpropagation with the whole batch. The learning rate is the best of"
-            f" {len(RATES['sgd'])} by the training loss on {len(TUNING_SEEDS)} other seeds. Training loss: over all"
-            " training images at the end; differences to the smaller batch are paired by seed, with 95 % intervals."
+            f"{NUM_WORKERS} workers, batches of {BATCH} examples; every variant takes as many steps."
+            " The cost is the predicted device time over that of full backpropagation with the whole batch."
+            f" The learning rate is the best of"
+            f" {len(RATES['sgd'])} by the training loss on {len(TUNING_SEEDS)} other seeds."
+            " The training loss is over all training images at the end; differences to the smaller batch are"
+            " paired by seed,"
+            f" with 95 % intervals."
             " Images of CIFAR-10 are averaged over 2 x 2 pixels."
         ),
         "",

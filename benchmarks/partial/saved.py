@@ -262,18 +262,23 @@ def _report(results: list[tuple[Network, int, Found]], convolutions: Sequence[fl
             )
     lines = [
         (
-            f"Linear depths, {EXAMPLES} examples of 32 x 32 a worker if not said otherwise, SGD with momentum, float32."
-            " Device time: of all workers over that of full backpropagation; ideal: the same for depths that could be"
-            " cut anywhere, (f + b (N+1)/(2N)) / (f + b) with the measured forward f and backward b. Processor seconds"
+            f"Depths are linear, each worker has {EXAMPLES} examples of 32 x 32 if not said otherwise, and"
+            " the optimizer is SGD with momentum, in float32. *Device time* is that of all workers over that"
+            " of full backpropagation. *Ideal* is the same for depths that could be cut anywhere: (f + b"
+            " (N+1)/(2N)) / (f + b), with the measured times f of the forward and b of the backward pass."
+            f" Processor seconds"
             " are those of one device, without the update. Cuts are placed by predicted times, or by those that"
-            " `step.advise` measures (`PartialBackprop(measured=...)`). Memory: of a worker's largest program, the"
-            " update's among them; the mean is over the depths. With `rotate=True` every device meets every depth and"
-            " has to fit the deepest (the column before it). VGG-16's last three convolutions have windows of 3 x 3"
-            f" over 2 x 2 positions, for which XLA's CPU compiler has no fast kernel ({convolutions[0]:.3f} s each,"
-            f" forward; {convolutions[1]:.3f} s for four times the work, over 4 x 4): what they need, forward and back,"
-            " is most of its processor time, and can be cut in few places. Hence the rows of 64 x 64. MB sent:"
-            " gradients of a mean worker as planned, the sums handed to those who did not compute them included"
-            " (reports hold the plan against the compiled program)."
+            " `step.advise` measures (`PartialBackprop(measured=...)`)."
+            " Memory is that of a worker's largest program, of which the update is one; the mean is over the"
+            " depths."
+            f" With `rotate=True` every device meets every depth and"
+            " has to fit the deepest (the column before it). "
+            "The last three convolutions of VGG-16 have windows of 3 x 3 over 2 x 2 positions, for which"
+            f" XLA's CPU compiler has no fast kernel: each takes {convolutions[0]:.3f} s forward, against"
+            f" {convolutions[1]:.3f} s for four times the work over 4 x 4 positions. They are most of its"
+            " processor time and can be cut in few places; that is why there are rows with images of 64 x 64."
+            " *MB sent* are the gradients of a mean worker as planned, with the sums that are handed to those"
+            " who did not compute them (reports hold the plan against the compiled program)."
         ),
         "",
         *table(

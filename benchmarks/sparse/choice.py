@@ -71,8 +71,9 @@ def report(answers: Any, num_workers: int, link: str) -> Any:
     lines = [
         (
             f"{num_workers} processes behind links of {link}. `auto` measures the links and predicts from the ids of"
-            " the first steps; then every scheme that it chose from is timed, in turns, in the same run. Loss: the"
-            f" chosen one's time over the fastest one's; up to {WITHIN:g} counts as the fastest."
+            " the first steps; then every scheme that it chose from is timed, in turns, in the same run."
+            " The loss is the time of the chosen scheme over that of the fastest; up to"
+            f" {WITHIN:g} counts as the fastest."
             f" {others_text(answers.others)}"
         ),
         "",

@@ -199,8 +199,9 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
         [
             f"{num_workers} processes of one thread on one machine behind links of {link}; `splitjax.parallelize(step,"
             f" mesh={{'data': {num_workers}}}, sync=...)`, Adagrad. lstm: {data.TOKENS // BPTT} sequences of {BPTT}"
-            f" tokens and {data.NEGATIVES} negatives of a worker; deepfm: {data.CRITEO_ROWS} examples of a worker. Ways"
-            " in turns, with the same batches, none of them among those that were observed. DDP trains the same model"
+            f" tokens and {data.NEGATIVES} negatives of a worker; deepfm: {data.CRITEO_ROWS} examples of a worker."
+            " All ways take turns on the same batches, none of which was among those that were observed."
+            f" DDP trains the same model"
             f" with the same ids in processes of its own, behind the same links. {others_text(answers.others)} {note}".rstrip(),  # noqa: E501
             "",
         ],

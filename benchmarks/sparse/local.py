@@ -64,7 +64,9 @@ def report(found: dict[str, Any], num_workers: int) -> Any:
         (
             f"Processor time of one of {num_workers} workers for a step of `row_exchange`, the least of {ROUNDS} turns."
             " All workers are devices of one process, so what they send to each other is copied from memory to memory,"
-            " which is in these figures. Local work: all but the update, which is any scheme's. Indices could be"
+            " which is in these figures."
+            " Local work is everything but the update, which every scheme has."
+            f" Indices could be"
             " exchanged while the forward pass computes."
         ),
         "",

@@ -48,9 +48,10 @@ def section(quick: bool, data_dir: pathlib.Path, num_workers: int, link: str) ->
         )
     lines = [
         (
-            f"{num_workers} processes of one thread on one machine behind links of {link}. KiB: of one worker's message"
-            " to one other, or, of gathers, to all. Milliseconds: of the slowest worker, median of"
-            f" {settings['rounds']} turns, with quartiles. {others_text(answers.others)}"
+            f"{num_workers} processes of one thread on one machine behind links of {link}."
+            " KiB are those of one worker's message to another, or, for gathers, to all. Milliseconds are"
+            f" those of the slowest worker: the median of {settings['rounds']} turns, with quartiles."
+            f" {others_text(answers.others)}"
         ),
         "",
         *table(["", "ms", "quartiles", "processor time of a worker, ms", "kB sent by the busiest worker"], rows),

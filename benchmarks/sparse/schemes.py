@@ -78,14 +78,18 @@ def report(answers: Answers, num_workers: int, link: str) -> Any:
     lines = [
         (
             f"{num_workers} processes of one thread on one machine, each behind a link of {link} a second in each"
-            " direction. From a worker's own rows to their sum on every worker; the processes take turns through all"
-            f" ways, with the same ids, {STEPS} to 40 steps a turn (one where a step takes seconds). Milliseconds: of"
-            " the slowest worker, median of the turns, with quartiles. Messages alone: the same messages, and no work"
-            f" on the workers (up to {MOST_ALONE} workers). Processor time: of one worker, which on this machine shares"
-            " its cores with all others. Sums were compared with the exact ones. MB: 10^6 bytes of the busiest worker,"
-            " from its network device, TCP's headers included. The bound: the least that can be sent if each row is"
-            " added up by a worker that has it, values only. Zen finds what goes where by running counts, which is"
-            f" faster here than its hashes and sends the same. {others_text(answers.others)}"
+            " direction."
+            " What is timed begins with the rows that each worker has and ends with their sum on every"
+            f" worker. The processes try all ways in turns, with the same ids: {STEPS} to 40 steps a turn, or"
+            " one where a step takes seconds. Every sum was compared with the exact one. Milliseconds are"
+            " those of the slowest worker: the median over the turns, with quartiles. *Messages alone* sends"
+            f" the same messages without any work on the workers (measured for up to {MOST_ALONE} workers)."
+            " Processor time is that of one worker, which on this machine shares its cores with all others. A"
+            " MB is 10^6 bytes, read from the network device of the busiest worker, so that TCP's headers are"
+            " included. The bound is the least that can be sent, values alone, if each row is added up by a"
+            " worker that has it. Zen is run with running counts to find what goes where, which is faster"
+            " here than its hashes and sends the same."
+            f" {others_text(answers.others)}"
         ),
         "",
         (

@@ -191,8 +191,9 @@ def _lines(found: list[Measured]) -> list[str]:
         *table(["N", "K", *TERMS, "rest", "all terms", "formula", "sent"], rows),
         "",
         (
-            "More workers add no bytes to any one of them beyond the factors (N-1)/N and (G-1)/G: the group stays, so"
-            " the crossing and the features do. Near-linear by construction, as far as links go."
+            "As workers are added, none of them sends more, but for the factors (N-1)/N and (G-1)/G: a group"
+            " stays as large as it is, and so do the bytes of the crossing and of the features. As far as"
+            " links go, scaling is near-linear by construction."
         ),
         "",
     ]

@@ -223,7 +223,8 @@ def _memory_lines(found: list[Measured]) -> list[str]:
     ]
     return [
         (
-            f"A replicated layer, then dense layers {FEATURES}-{WIDTH}-{WIDTH}-{CLASSES}, split by columns over one"
+            "The model is a replicated layer, followed by dense layers"
+            f" {FEATURES}-{WIDTH}-{WIDTH}-{CLASSES}, split by columns over one"
             f" group of eight; {EXAMPLES} examples a worker. Temporaries per device as compiled, MiB, beside what the"
             " plan predicts for activations."
         ),

@@ -180,8 +180,10 @@ _INTRODUCTION = (
     " Everything is compared with both: the first is the fairer, as a user can turn the pass off. *HBM*, for a TPU"
     f" {TOPOLOGY} ahead of time: arguments, temporaries and results as above, which is what has to fit beside other"
     " programs and larger batches. `peak_memory_in_bytes` counts buffers in the cores' own memory (VMEM, 128 MiB) as"
-    " well, which the compiler fills because it is free: it stands last. Flops: of the dots and convolutions of one"
-    " device, loop bodies as often as they run. The published figure is up to 67 % less (arXiv 2112.15317)."
+    " well, which the compiler fills because it is free: it stands last."
+    " Flops are those of the dots and convolutions of one device, with loop bodies counted as often"
+    " as they run."
+    f" The published figure is up to 67 % less (arXiv 2112.15317)."
 )
 
 
