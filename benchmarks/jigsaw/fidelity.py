@@ -141,9 +141,11 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         *table(["policy", *_COLUMNS], rows),
         "",
         (
-            "What explains the rest. Per job, running time (devices held) is known far better than waiting time: of the"
-            " summed absolute error of completion times, the share that is waiting. Then the error of the mean"
-            " completion time with one thing left out each: without the fitted slowdown (1, and 30 s a start), without"
+            "What explains the rest of the error? For each job, its running time (the time for which it"
+            " holds devices) is predicted far better than its waiting time; the table has the share of"
+            " waiting in the summed absolute error of completion times. The other columns are the error of"
+            " the mean completion time with one thing left out each: without"
+            " the fitted slowdown (1, and 30 s a start), without"
             " restarts, without the 360 s between decisions, without node boundaries, and (Themis) with isolated times"
             " in seconds, as the paper means them, not in iterations, as the testbed's code counts them."
         ),
@@ -246,12 +248,14 @@ def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tupl
             ]
     lines = [
         (
-            "Policies that interleave: up to four jobs of equal width share devices, their stages (input, device,"
-            " network) in turns. The testbed matched all jobs anew at every decision; its code gives which jobs, and"
-            " how long their cycle is by their stages. Really it takes longer. Slowdown and start are those fitted"
-            " under SRTF; one constant more, for how much longer a cycle of several jobs takes, is fitted under Muri-S"
-            " alone, so that device time in all is as measured there. What the constant is to mean was tried in three"
-            " ways; the way used is the one under which the device time of each of the eight models under Muri-S is"
+            "The next table is about policies that interleave: up to four jobs of equal width share devices,"
+            " and their stages (input, device, network) take turns. The testbed matched all jobs anew at"
+            " every decision. Its code says which jobs share devices, and how long their cycle should take by"
+            " their stages; really it takes longer. Slowdown and start are those fitted under SRTF. One more"
+            " constant says how much longer a cycle of several jobs takes; it is fitted under Muri-S alone,"
+            " so that the whole device time is as measured there. Three meanings of the constant were tried;"
+            " the one used is that under which"
+            f" the device time of each of the eight models under Muri-S is"
             " nearest to what was measured (*off*, root mean square). Muri-L, which does not know running times, is"
             f" predicted with it. The spread is over constants within ± {form[0].format(form[1] / 50)}."
         ),

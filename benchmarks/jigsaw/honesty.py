@@ -62,12 +62,14 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         print(memory[-1], flush=True)
     lines = [
         (
-            f"{TRACE} on {common.CLUSTER} devices, SRTF, one seed. *Cost*: iterations credited only for backward work"
-            " really done, relative to gang scheduling. *Gone at*: with so many more iterations needed for the same"
-            " loss, because of the skipped work, the gain in finished iterations is nothing. `temporal-spb`: all"
-            " workers of a job share one depth in an iteration; it needs no packing, no shared memory, shortens every"
-            " job alone too, and gains as much or more. `spb`: partial backpropagation with whole devices."
-            " `interleave`: packing without partial backpropagation. `muri-s` knows computing and exposed"
+            f"{TRACE} on {common.CLUSTER} devices, SRTF, one seed."
+            " *Cost* credits iterations only for the backward work that was really done, relative to gang"
+            " scheduling. *Gone at* says how many more iterations a job may need for the same loss, because"
+            " of the skipped work, until nothing is left of the gain in finished iterations. Under"
+            " `temporal-spb` all workers of a job share one depth in an iteration; it needs no packing and no"
+            " shared memory, shortens every job alone too, and gains as much or more. `spb` is partial"
+            " backpropagation with whole devices, `interleave` is packing without partial backpropagation."
+            f" `muri-s` knows computing and exposed"
             " communication as its stages. Where the cluster is never asked for more devices than it has, only the"
             " completion time can differ."
         ),

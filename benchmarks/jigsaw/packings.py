@@ -89,9 +89,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     lines = [
         (
             f"{common.CLUSTER} devices, load {LOAD}, nothing exposed: means of the orders {', '.join(common.ORDERS)}"
-            f" and {1 if quick else SEEDS} seeds, on the jobs of the part on efficiency. Share: of the bound's gain."
-            " JCT: mean completion time relative to gang scheduling in the same order. Starts: of a job. Each row has"
-            " the changes of those before it, up to the packing as it is; those after it change that alone."
+            f" and {1 if quick else SEEDS} seeds, on the jobs of the part on efficiency."
+            " *Share* is the share of the bound's gain, *JCT* the mean completion time relative to gang"
+            " scheduling in the same order, *starts* those of a job. Each row has the changes of the rows"
+            " before it, up to the packing as it is; each row after that one changes one thing alone."
         ),
         "",
         *table(["packing", *(f"{trace}, {figure}" for trace in TRACES for figure in ("share", "JCT", "starts"))], rows),

@@ -53,9 +53,12 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 )
     lines = [
         (
-            f"`philly_jobs.csv.gz`, all clusters, {CLUSTER}. Processor time, and time that passed: the machine is"
-            f" shared, so the latter hangs on what else it does. Reading the trace takes {reading:.1f} s more. Rate:"
-            " iterations at their full-backpropagation device time per device-second, over the busy part."
+            f"`philly_jobs.csv.gz`, all clusters, {CLUSTER}."
+            " The table has processor time and the time that passed; as the machine is shared, the latter"
+            " depends on what else it does."
+            f" Reading the trace takes {reading:.1f} s more."
+            " The rate counts iterations, each at its device time with full backpropagation, per"
+            " device-second over the busy part."
         ),
         "",
         *table(["trace", "policy", "jobs", "decisions", "processor s", "passed s", "mean completion s", "rate"], rows),
