@@ -14,8 +14,8 @@ from splitjax.report.table import Row, table
 
 _WIDTH, _LEFT, _BAR, _ROW = 860, 210, 400, 22
 _TEXT = _LEFT + _BAR + 14
-# Colours of light and of dark pages: text, softer text, what is not held, a whole layer, a split layer, the page itself:
-# where a page stays white for readers whose system is dark, as a package index does, pale words would not be seen.
+# Colours of light and of dark pages: text, softer text, what is not held, a whole layer, a split layer, the page. The
+# last because a package index stays white for readers whose system is dark: pale words would not be seen there.
 _LIGHT = ("#1f2328", "#59636e", "#d8dee4", "#57606a", "#e8590c", "#ffffff")
 _DARK = ("#e6edf3", "#9198a1", "#30363d", "#8b949e", "#ff922b", "#0d1117")
 _NAMES = ("text", "soft", "away", "whole", "split", "page")
