@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from splitjax.errors import SplitjaxError, TraceError, UnavailableError
+from splitjax.errors import PlanError, SplitjaxError, TraceError, UnavailableError
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 
@@ -93,7 +93,15 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...], place: str) -> N
 
 
 def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Returns a pinned `plan` as a value: as it is, or read from its JSON file."""
+    """Returns a pinned `plan` as a value: as it is, or read from its JSON file. Raises `PlanError` for anything else,
+    and for a file that is no plan."""
+    if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
+        raise PlanError(
+            "a plan to pin is a splitjax.Plan, or the path of its JSON file",
+            value=plan,
+            place="parallelize, plan",
+            remedy="give what step.plan(...) returned, or the file that `plan.save` wrote",
+        )
     return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -62,10 +62,12 @@ def make_options(
     `state_outnums`: as `splitjax.parallelize` takes them.
 
     Raises `StateError` where numbers overlap, where a name is no parameter's, and where `state_outnums` does not have
-    a result per state."""
-    names = parameter_names(fn)
-    static = [*_numbers(static_argnums, names), *(_position(name, names) for name in _names(static_argnames))]
-    state, batch = _numbers(state_argnums, names), _numbers(batch_argnums, names)
+    a result per state, and for what are no numbers or names."""
+    names, place = parameter_names(fn), f"parallelize({step_name(fn)})"
+    static = _numbers(static_argnums, names, f"{place}, static_argnums")
+    static += [_position(name, names) for name in _names(static_argnames, f"{place}, static_argnames")]
+    state = _numbers(state_argnums, names, f"{place}, state_argnums")
+    batch = _numbers(batch_argnums, names, f"{place}, batch_argnums")
     for first, second, what in (
         (state, batch, "state and batch"),
         (state, static, "state and static"),
@@ -75,15 +77,15 @@ def make_options(
             raise StateError(
                 f"an argument cannot be {what} at once",
                 value=sorted(set(first) & set(second)),
-                place=f"parallelize({step_name(fn)})",
+                place=place,
                 remedy="give state_argnums, batch_argnums and static_argnums distinct positions",
             )
-    outnums = None if state_outnums is None else _numbers(state_outnums, ())
+    outnums = None if state_outnums is None else _numbers(state_outnums, (), f"{place}, state_outnums")
     if outnums is not None and len(outnums) != len(state):
         raise StateError(
             f"state_outnums names {len(outnums)} results for {len(state)} state arguments",
             value=state_outnums,
-            place=f"parallelize({step_name(fn)})",
+            place=place,
             remedy="give one result position per state argument",
         )
     static = sorted(set(static))
@@ -136,17 +138,32 @@ def _has_default(parameter: inspect.Parameter) -> bool:
     return parameter.default is not parameter.empty
 
 
-def _numbers(numbers: ArgumentNumbers, names: Sequence[str]) -> list[int]:
-    """Returns argument numbers as a list; negative ones count from the end of `names`."""
+def _numbers(numbers: ArgumentNumbers, names: Sequence[str], place: str) -> list[int]:
+    """Returns argument numbers as a list; negative ones count from the end of `names`. Raises `StateError` for
+    anything else."""
     if numbers is None:
         return []
-    if isinstance(numbers, (int, np.integer)):
-        numbers = (numbers,)
-    return [int(n) + len(names) if n < 0 else int(n) for n in numbers]
+    several = (numbers,) if isinstance(numbers, (int, np.integer)) else numbers
+    if not isinstance(several, Iterable) or not all(isinstance(n, (int, np.integer)) for n in several):
+        raise StateError(
+            "positions of arguments are whole numbers",
+            value=numbers,
+            place=place,
+            remedy="give a number or several, such as 0 or (0, 1), counted from 0",
+        )
+    return [int(n) + len(names) if n < 0 else int(n) for n in several]
 
 
-def _names(names: str | Sequence[str] | None) -> Sequence[str]:
-    return () if names is None else (names,) if isinstance(names, str) else names
+def _names(names: str | Sequence[str] | None, place: str) -> Sequence[str]:
+    several = () if names is None else (names,) if isinstance(names, str) else names
+    if not isinstance(several, Iterable) or not all(isinstance(name, str) for name in several):
+        raise StateError(
+            "names of arguments are strings",
+            value=names,
+            place=place,
+            remedy='give a name or several, such as "train" or ("train", "rate")',
+        )
+    return several
 
 
 def _position(name: str, names: Sequence[str]) -> int:

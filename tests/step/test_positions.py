@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import splitjax
-from splitjax.errors import StateError
+from splitjax.errors import PlanError, StateError
 from splitjax.step.options import OptionError
 
 MESH = {"data": 2, "model": 4}
@@ -237,3 +237,20 @@ def test_what_jax_says_of_traced_values_names_the_users_function_and_leaf(fn, na
         step.plan({"w": np.ones((8, 8), np.float32)}, BATCH)
     text = str(caught.value)
     assert f"tracing the function {named} at {__file__}" in text and f"of the argument {argument}." in text, text
+
+
+@pytest.mark.parametrize("option", ["state_argnums", "batch_argnums", "static_argnums", "state_outnums"])
+@pytest.mark.parametrize("value", ["x", 1.5, ["b"]])
+def test_positions_that_are_no_numbers_are_refused(option, value):
+    with pytest.raises(StateError, match=f"positions of arguments are whole numbers[\\s\\S]*{option}"):
+        splitjax.parallelize(lambda state, batch: state, **{option: value})
+
+
+def test_names_that_are_no_strings_are_refused():
+    with pytest.raises(StateError, match="names of arguments are strings"):
+        splitjax.parallelize(lambda state, batch: state, static_argnames=3)
+
+
+def test_a_pinned_plan_that_is_none_is_refused():
+    with pytest.raises(PlanError, match="a plan to pin is a splitjax.Plan"):
+        splitjax.parallelize(lambda state, batch: state, plan=3)
