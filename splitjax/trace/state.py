@@ -7,7 +7,7 @@ state is sharded like its parameter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from splitjax.trace.classes import Classes, Strength
 from splitjax.trace.flatten import FlatStep
@@ -18,7 +18,9 @@ from splitjax.trace.graph import Leaf
 def fallback_ties(
     flat: FlatStep, arguments: Sequence[Argument], flow: ValueFacts, classes: Classes
 ) -> list[tuple[int, int]]:
-    """Pairs floating-point state that dataflow left alone with the one parameter of equal shape whose path ends alike.
+    """Pairs floating-point state that dataflow left alone with a parameter of equal shape: the one whose path ends
+    alike, else that of a subtree of parameters which has the shapes of a subtree of such state in the same order.
+    Averages are such state, in a program of the step that hands them on as they are where another one updates them.
 
     **Arguments:**
 
@@ -33,7 +35,7 @@ def fallback_ties(
     hard = classes.labels[Strength.HARD]
     params = [i for i, is_param in enumerate(flow.is_param) if is_param]
     tied = {hard[a] for i in params for a in _atoms(flat, classes, i)}
-    pairs = []
+    pairs, open_state = [], {}
     for index, argument in enumerate(arguments):
         if flow.is_param[index] or not argument.is_state:
             continue
@@ -42,11 +44,46 @@ def fallback_ties(
             continue
         if not flat.dtypes[value].startswith(("float", "bfloat", "complex")) or flow.carrying[value]:
             continue
-        same = [i for i in params if flat.shapes[flat.inputs[i]] == flat.shapes[value]]
-        best = _best_by_path(argument.path, [arguments[i].path for i in same])
-        if best is not None:
-            pairs.append((value, flat.inputs[same[best]]))
+        open_state[index] = argument.path
+    shapes = {index: flat.shapes[flat.inputs[index]] for index in (*params, *open_state)}
+    alike = _alike_subtrees(open_state, {i: arguments[i].path for i in params}, shapes) if open_state else {}
+    for index, path in open_state.items():
+        same = [i for i in params if shapes[i] == shapes[index]]
+        best = _best_by_path(path, [arguments[i].path for i in same])
+        param = same[best] if best is not None else alike.get(index)
+        if param is not None:
+            pairs.append((flat.inputs[index], flat.inputs[param]))
     return pairs
+
+
+def _alike_subtrees(
+    state: Mapping[int, str], params: Mapping[int, str], shapes: Mapping[int, tuple[int, ...]]
+) -> dict[int, int]:
+    """Pairs the leaves of the largest subtrees of `state` with those of the one subtree of `params` that has the same
+    shapes in the same order. Both are flat positions of leaves with their paths; a subtree is named by the beginning of
+    its paths, and has two leaves or more, some of them matrices: vectors of equal lengths say nothing (the running
+    means and variances of a norm, and its biases and scales)."""
+    subtrees, of_params = _subtrees(state), _subtrees(params)
+    by_shapes: dict[tuple[tuple[int, ...], ...], set[tuple[int, ...]]] = {}
+    for leaves in of_params.values():
+        by_shapes.setdefault(tuple(shapes[i] for i in leaves), set()).add(leaves)
+    found: dict[int, int] = {}
+    for _, leaves in sorted(subtrees.items(), key=lambda item: -len(item[1])):
+        fits = by_shapes.get(tuple(shapes[i] for i in leaves), ())
+        tells = len(fits) == 1 and len(leaves) > 1 and any(len(shapes[i]) > 1 for i in leaves)
+        if tells and not any(i in found for i in leaves):
+            found.update(zip(leaves, next(iter(fits)), strict=True))
+    return found
+
+
+def _subtrees(paths: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    """Returns the beginnings of paths, each with the positions of the leaves below it, in order."""
+    below: dict[str, list[int]] = {}
+    for index, path in paths.items():
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            below.setdefault("/".join(parts[:depth]), []).append(index)
+    return {beginning: tuple(leaves) for beginning, leaves in below.items()}
 
 
 def _atoms(flat: FlatStep, classes: Classes, index: int) -> list[int]:

@@ -8,6 +8,7 @@ import optax
 import pytest
 from optax import contrib
 
+import splitjax
 from splitjax.trace.graph import Graph, Leaf
 from tests.trace.helpers import VALUE_AND_GRAD, check, cross_entropy, graph_of, labels, leaf_of, trace_loss, zeros
 from tests.trace.models import VECTORS, B, C, D, model
@@ -233,3 +234,53 @@ def test_spectral_norm_keeps_the_weight_tied():
     graph = check(graph_of(step, {"params": {"w": zeros(D, 64), "out": zeros(64, C)}, "u": zeros(64)}, VECTORS))
     assert labels(graph, "params/w", 1) == labels(graph, "params/out", 0)
     assert graph.num_examples == B
+
+
+def averaging(update: bool, averages_of):
+    """A step that keeps averages of its parameters, and hands them on as they are in every second of its programs."""
+
+    def step(state, batch):
+        def loss_fn(p):
+            return jnp.mean((jax.nn.relu(batch @ p["w1"] + p["b1"]) @ p["w2"]) ** 2)
+
+        grads = splitjax.grad(loss_fn)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        new = averages_of(params)
+        averages = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["mean"], new) if update else state["mean"]
+        return {"params": params, "mean": averages, "other": state["other"]}
+
+    return step
+
+
+@pytest.mark.parametrize("averages_of", [dict, lambda p: tuple(jax.tree.leaves(p))], ids=["names", "leaves"])
+def test_averages_of_a_program_that_hands_them_on_follow_their_parameters(averages_of):
+    params = {"w1": jnp.ones((16, 32)), "b1": jnp.ones(32), "w2": jnp.ones((32, 8))}
+    state = {"params": params, "mean": averages_of(params), "other": (jnp.ones((16, 32)), jnp.ones(3))}
+    batch = jnp.ones((8, 16))
+    layouts = []
+    for update in (False, True):
+        step = splitjax.parallelize(averaging(update, averages_of), mesh={"data": 2, "model": 4}, rules="megatron")
+        layouts.append({leaf.path: leaf.spec for leaf in step.plan(state, batch).leaves})
+    assert layouts[0] == layouts[1]
+    for name, other in zip(("b1", "w1", "w2"), ("0", "1", "2"), strict=True):
+        own = layouts[0].get(f"mean/{name}", layouts[0].get(f"mean/{other}"))
+        assert own == layouts[0][f"params/{name}"] and any(own)
+    assert layouts[0]["other/0"] == (None, None)  # one shape alone says nothing
+
+
+def test_programs_that_update_averages_and_that_do_not_take_turns():
+    leaves = lambda p: tuple(jax.tree.leaves(p))
+    both = [averaging(update, leaves) for update in (False, True)]
+    step = splitjax.parallelize(
+        lambda state, batch, update: both[update](state, batch),
+        mesh={"data": 2, "model": 4},
+        rules="megatron",
+        static_argnums=2,
+    )
+    params = {"w1": jnp.ones((16, 32)), "b1": jnp.ones(32), "w2": jnp.ones((32, 8))}
+    batch = jnp.ones((8, 16))
+    make = lambda: {"params": params, "mean": leaves(params), "other": (jnp.ones(3),)}
+    state = step.init(make, example=(batch, 0))
+    for number in range(4):  # the program that hands them on comes first, and saw no update
+        state = step(state, batch, number % 2)
+    assert len(step.compiles) == 2
