@@ -61,16 +61,18 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
 
 
 def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dict[str, int]) -> str:
-    """Says what would share the repeated products: of parameters that a size kept from their rules, that size; where
-    the examples are not split, a batch that divides; else rules or a mesh that fit the step."""
+    """Says what would share most of the repeated products: of parameters that a size kept from their rules, that size;
+    where the examples are not split, a batch that divides; else rules or a mesh that fit the step."""
     layout, mesh = draft.layout, draft.shape
     layers = {path: layer.name for layer in layout.layers for path in layer.params}
-    unfit = [why for path, why in layout.unfit.items() if layers.get(path) in extra]
-    if unfit:
-        return f"change the sizes that do not divide ({unfit[0]}), or store them padded: {PAD}"
+    unfit = {path: why for path, why in layout.unfit.items() if layers.get(path) in extra}
+    by_sizes = sum(extra[layer] for layer in {layers[path] for path in unfit})
+    if unfit and by_sizes >= sum(whole.values()):
+        (why, *_) = unfit.values()
+        return f"change the sizes that do not divide ({why}), or store them padded: {PAD}"
     if whole:
         return (
-            "let the number of examples that a product sees at once divide by"
+            "let the number of examples in a batch, or in a microbatch, divide by"
             f" {axes_text(mesh, draft.request.rules.batch_axes(mesh))}"
         )
     names = " and ".join(axes)

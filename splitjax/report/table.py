@@ -9,8 +9,10 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
+from splitjax._plan_purpose import PurposeKind
 from splitjax.display.figures import bytes_text, flops_text, percent_saved
 from splitjax.plan import BoundaryPlan, LayerPlan, LeafPlan, Plan, StoredArray, spec_text
+from splitjax.sync.costs.exchange import OWNED
 
 # Fewer repetitions than this are shown by themselves: folding two layers hides more than it saves.
 MIN_FOLD = 3
@@ -200,7 +202,8 @@ def examples_text(plan: Plan) -> str:
     whole = " x ".join(plan.batch_axes)
     if not whole:
         return "every device has all examples"
-    together = [axis for axis in plan.batch_axes if axis not in splitting_axes(plan)]
+    computed = computing_axes(plan)
+    together = [axis for axis in plan.batch_axes if axis not in computed]
     if plan.replicated_batch != "all" or len(together) == len(plan.batch_axes):
         return f"examples lie over {whole}"
     of_split = f"over {' x '.join(together)}" if together else "on every device"
@@ -210,7 +213,7 @@ def examples_text(plan: Plan) -> str:
 def is_together(plan: Plan, leaf: LeafPlan) -> bool:
     """Returns whether an array of the batch comes in as split layers take it: over fewer axes than whole layers'
     examples."""
-    together = set(plan.batch_axes) - splitting_axes(plan)
+    together = set(plan.batch_axes) - computing_axes(plan)
     fewer = together < set(plan.batch_axes)
     return plan.replicated_batch == "all" and fewer and set(leaf.axes) == together and not leaf.note
 
@@ -220,9 +223,21 @@ def splitting_axes(plan: Plan) -> set[str]:
     return {axis for leaf in plan.leaves if leaf.role == "param" for axis in leaf.axes}
 
 
+def computing_axes(plan: Plan) -> set[str]:
+    """Returns the mesh axes over which `plan` computes layers in parts: those that split a parameter which is neither
+    gathered over them where it is used, nor a table whose owners send its rows."""
+    gathered: dict[str, set[str]] = {}
+    for collective in plan.collectives:
+        if collective.purpose.kind is PurposeKind.STORED_WEIGHT and collective.purpose.leaf:
+            gathered.setdefault(collective.purpose.leaf, set()).update(collective.axis.split("+"))
+    owned = {table.param for table in plan.syncs if table.scheme == OWNED}
+    parameters = (leaf for leaf in plan.leaves if leaf.role == "param" and leaf.path not in owned)
+    return {axis for leaf in parameters for axis in set(leaf.axes) - gathered.get(leaf.path, set())}
+
+
 def _batch(plan: Plan, leaf: LeafPlan) -> str:
     text = f"{leaf.path} {leaf.shape} {spec_text(leaf.spec)}"
-    return f"{text}, as what comes behind split layers takes it" if is_together(plan, leaf) else text
+    return f"{text}, as the split layers have their examples" if is_together(plan, leaf) else text
 
 
 def _compute(plan: Plan) -> list[str]:

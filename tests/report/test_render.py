@@ -10,8 +10,11 @@ import re
 import sys
 from html.parser import HTMLParser
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import splitjax
 import splitjax.plan
 from splitjax import display
 from splitjax.display.figures import bytes_text, percent_saved
@@ -185,7 +188,7 @@ def test_a_plan_does_not_contradict_itself_about_examples():
     label = leaf("batch/label", (64,), ("data",), "batch", "batch")
     plan = dataclasses.replace(SMALL, leaves=(*SMALL.leaves, label))
     text = display.show(plan, width=200)
-    assert "batch/label (64,) P('data'), as what comes behind split layers takes it" in text
+    assert "batch/label (64,) P('data'), as the split layers have their examples" in text
     assert "batch/image (64, 256) P(('data', 'model'))\n" in text
     assert "examples of whole layers lie over data x model, of split layers over data" in text
     by_data = dataclasses.replace(plan, replicated_batch="data", batch_axes=("data",))
@@ -394,3 +397,22 @@ def test_equal_notes_are_joined():
     layers = {f"D{c}": [leaf(f"D{c}/w", (8, 10), (), note="10 does not divide")] for c in "abcdef"}
     (line,) = dict(summary(plan_of(layers)))["exceptions"]
     assert line == "Da/w, Db/w, Dc/w, Dd/w and 2 more: 10 does not divide"
+
+
+@pytest.mark.parametrize("rules", ["fsdp", "splitbrain"])
+def test_gathered_weights_do_not_bring_examples_together(rules):
+    """Under `fsdp` a device computes whole layers for its own examples, though their weights are stored in parts."""
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w["a"]) @ w["b"]))(state)
+        return jax.tree.map(lambda w, grad: w - grad, state, grads), loss
+
+    state = {"a": jax.ShapeDtypeStruct((64, 64), "float32"), "b": jax.ShapeDtypeStruct((64, 64), "float32")}
+    plan = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules=rules).plan(
+        state, jax.ShapeDtypeStruct((16, 64), "float32")
+    )
+    said = {
+        "fsdp": "fsdp; examples lie over data x model\n",
+        "splitbrain": "examples of whole layers lie over data x model, of split layers over data\n",
+    }
+    assert said[rules] in display.show(plan, width=200)
