@@ -32,8 +32,8 @@ from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
 from splitjax.trace.uses import RawUse, find_uses, is_bilinear, weight_sources
 
-# Value -> (site, operand) of the products between activations that read it.
-Twins = dict[int, list[tuple[Site, int]]]
+# Value -> (operation, operand) of the products between activations that read it.
+Twins = dict[int, list[tuple[Op, int]]]
 
 
 def build_graph(jaxpr: Any, arguments: Sequence[Argument], state_results: Mapping[int, int]) -> Graph:
@@ -225,8 +225,21 @@ def _products(flat: FlatStep, uses: set[int]) -> Twins:
     for index, op in enumerate(flat.ops):
         if op.facts.weights is not None and is_bilinear(op) and index not in uses and op.editable:
             for operand, value in enumerate(op.inputs[:2]):
-                products.setdefault(value, []).append((op.site, operand))
+                products.setdefault(value, []).append((op, operand))
     return products
+
+
+def _cotangents(
+    flat: FlatStep, classes: Classes, products: Sequence[tuple[Op, int]], out: int
+) -> Iterator[tuple[Site, int]]:
+    """Yields what meets the data of a use again, in a backward pass within a loop, with the shape and the dims of its
+    result `out`: the cotangent of that, which makes the weight's gradient."""
+    labels = lambda value: [[classes.soft(a) for a in dim] for dim in classes.dims(value, len(flat.shapes[value]))]
+    for op, operand in products:
+        other = op.inputs[1 - operand]
+        is_backward = op.phase == BACKWARD and bool(op.loops) and op.primitive == "dot_general"
+        if is_backward and flat.shapes[other] == flat.shapes[out] and labels(other) == labels(out):
+            yield op.site, 1 - operand
 
 
 def _feeds(flat: FlatStep, uses: set[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
@@ -254,6 +267,7 @@ def _use(
     op = flat.ops[use.op]
     out = op.outputs[0]
     data = op.inputs[use.data] if use.data is not None else out
+    twins = products.get(data, ()) if use.data is not None else ()
     return Use(
         layer=names[use.leaves[0]],
         primitive=op.primitive,
@@ -273,7 +287,8 @@ def _use(
         backward=use.backward,
         editable=op.editable,
         fed_by=tuple(sorted(feeds[data])),
-        data_twins=tuple(products.get(data, ())) if use.data is not None else (),
+        data_twins=tuple((twin.site, operand) for twin, operand in twins),
+        cotangents=tuple(_cotangents(flat, classes, twins, out)),
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
         in_boundary=op.inside,
         weight_dtype=flat.dtypes[op.inputs[use.weight]],

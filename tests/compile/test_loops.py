@@ -82,6 +82,7 @@ def assert_as_one_device(step, state, batch, **options):
 CASES = [
     (accumulated, (32,), "jax", {"data": 4}, "data_parallel"),
     (accumulated, (32,), "splitjax", {"data": 2, "model": 2}, "splitbrain"),
+    (accumulated, (32,), "jax", {"data": 2, "model": 2}, "splitbrain"),
     (several, (TURNS, 8), "jax", {"data": 2, "model": 2}, "megatron"),
     (several, (TURNS, 8), "splitjax", {"data": 4}, "fsdp"),
     (by_index, (TURNS, 8), "splitjax", {"data": 2, "fsdp": 2, "tensor": 2}, "transformer"),
