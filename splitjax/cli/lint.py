@@ -23,6 +23,7 @@ from splitjax.cli._options import (
     parse_model_options,
 )
 from splitjax.cli._output import print_value, write_json
+from splitjax.cli._waiting import waiting
 from splitjax.cli.line.fields import Place, Shown
 from splitjax.display.document import Column, Document, Table
 
@@ -76,13 +77,14 @@ class Lint(CommandOptions):
             from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
             # Traced under a set that always fits: one that does not is to give findings, not the error of planning.
-            planned = planned_step(
-                ModelChoice(self.model, self.library, self.num_classes, self.width, options),
-                LayoutChoice(mesh, "data_parallel"),
-                self.optimizer,
-                self.batch_size,
-            )
-            findings = lint(rules, planned.step.graph(*planned.arguments), mesh)
+            with waiting(f"tracing the step of {self.model}"):
+                planned = planned_step(
+                    ModelChoice(self.model, self.library, self.num_classes, self.width, options),
+                    LayoutChoice(mesh, "data_parallel"),
+                    self.optimizer,
+                    self.batch_size,
+                )
+                findings = lint(rules, planned.step.graph(*planned.arguments), mesh)
             against = f"against {self.model} on {mesh}"
         title = f"rule set {rules.name}: {len(rules.rules)} rules, checked {against}"
         print_value(lint_document(title, findings), console)
