@@ -157,8 +157,9 @@ def _served(collective: CompiledCollective, node: Node | None, flow: Dataflow) -
 def _phase(op_name: str, step: Step) -> str:
     if is_derivative(op_name):
         return BACKWARD
-    differentiates = any(role == "optimizer" for role in step.roles.values()) or any(
-        planned.purpose.kind in DENSE_GRADIENTS for planned in step.plan.collectives
+    # An evaluation takes the state of an optimizer along, and differentiates nothing.
+    differentiates = any(planned.purpose.kind in DENSE_GRADIENTS for planned in step.plan.collectives) or (
+        any(role == "optimizer" for role in step.roles.values()) and step.has_backward
     )
     return FORWARD if is_differentiated(op_name) or not differentiates else UPDATE
 

@@ -32,8 +32,10 @@ class Step:
     - `follows`: path of a leaf of the optimizer -> the parameter that it belongs to.
     - `layers`: path of a leaf -> its layer.
     - `part_bytes`, `whole_bytes`: path of a leaf -> the bytes of the part that a device has of it, and of all of it.
+    - `axes`: path of a leaf -> the axes that split it.
     - `kinds`: layer -> its kind.
     - `order`: layer -> its position in the program.
+    - `has_backward`: whether it has a gradient boundary, or a backward pass that JAX traced.
     """
 
     def __init__(self, plan: Plan, graph: Graph, argument_names: Mapping[str, str], flow: Dataflow) -> None:
@@ -46,8 +48,10 @@ class Step:
         self.layers |= {path: layer.name for layer in plan.layers for path in layer.params}
         self.part_bytes: dict[str, int] = {leaf.path: leaf.bytes_per_device for leaf in plan.leaves}
         self.whole_bytes: dict[str, int] = {leaf.path: leaf.whole_bytes(plan.mesh) for leaf in plan.leaves}
+        self.axes: dict[str, tuple[str, ...]] = {leaf.path: leaf.axes for leaf in plan.leaves}
         self.kinds: dict[str, str] = {layer.name: layer.kind for layer in plan.layers}
         self.order: dict[str, int] = {layer.name: position for position, layer in enumerate(plan.layers)}
+        self.has_backward: bool = bool(graph.gradients) or any(use.backward for use in graph.uses)
         self._params = frozenset(leaf.path for leaf in plan.leaves if leaf.role == "param")
         self._named: dict[str, tuple[str, bool]] = {}
         self._scopes = {name.replace("/", "."): name for name in self.order}
