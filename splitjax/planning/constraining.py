@@ -30,6 +30,7 @@ from splitjax.planning.sites.remedies import (
     reached_suspects,
     rewritten_sites,
 )
+from splitjax.planning.sites.row_inputs import pin_row_inputs
 from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.primitives.foreign.callbacks import CALLBACKS
@@ -70,7 +71,11 @@ def constrain(draft: Draft) -> Draft:
     kernels = derive_kernels(graph, sharded, mesh)
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
-        (*constraints, *pin_gradients(graph, layout.leaves, sharded)),
+        (
+            *constraints,
+            *pin_row_inputs(graph, chain, layout.leaves),
+            *pin_gradients(graph, layout.leaves, sharded),
+        ),
         SiteDecisions(
             derive_scatters(*arguments, exchanges),
             weight_uses(chain, layout.leaves, mesh),

@@ -4,7 +4,8 @@ What is known of compiled collectives and the planned sums that are still withou
 one realises comes out. Where this happens:
 
 - A plan sums a gradient onto parts of it over some axes, and each part over the rest. XLA sums over all axes at once.
-- A recurrent cell computes its gates as one product, whose gradient holds those of all of them side by side.
+- A recurrent cell computes its gates as one product, whose gradient holds those of all of them side by side,
+  perhaps split over axes that split none of them.
 - Biases that are added to the same value get the same gradient, and XLA computes and sums it once.
 
 Nor need the sum of a table's gradient be a sum: where examples are few, XLA brings their ids and cotangents together
@@ -20,7 +21,7 @@ from splitjax.cost.ring import carried_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective
 from splitjax.report.evidence import Evidence
-from splitjax.report.subject import GRADIENT
+from splitjax.report.subject import GRADIENT, is_part_of
 
 # By number of a planned collective: the parameter whose gradient it sums, and the collective.
 Sums = Mapping[int, tuple[str, Collective]]
@@ -67,7 +68,8 @@ def summed_together(
     - `mesh`: of the step.
 
     Returns by position the numbers of the planned sums, in the plan's order. Their arrays are as large as the compiled
-    one, all together or each of them: nothing else is taken for a sum of theirs.
+    one, all together (or in parts, over axes that are not summed over) or each of them: nothing else is taken for a sum
+    of theirs.
     """
     left = dict(sums)
     together: dict[int, tuple[int, ...]] = {}
@@ -87,7 +89,7 @@ def summed_together(
             )
         own = compiled.collective.local_bytes
         alike = all(math.isclose(own, array, rel_tol=0.01) for array in arrays.values())
-        if numbers and (alike or math.isclose(own, sum(arrays.values()), rel_tol=0.01)):
+        if numbers and (alike or is_part_of(own, sum(arrays.values()), compiled.collective.axis, mesh)):
             together[position] = tuple(numbers)
             for number in numbers:
                 del left[number]

@@ -7,8 +7,11 @@ A collective, its place in the dataflow and the planned step go in; what it is a
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from splitjax.mesh import MeshShape
 from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.known_step import Step
@@ -94,7 +97,10 @@ def _gradient(here: Around) -> tuple[str, str]:
     if not leaf:
         return _gradient_of_layer(here)
     owner = step.follows.get(leaf, leaf)
-    sizes = (step.part_bytes.get(owner), step.whole_bytes.get(owner))
+    # A sum over axes that split the parameter holds the parts of all devices along them.
+    split = step.plan.mesh.size([axis for axis in step.axes.get(owner, ()) if axis in collective.axis.split("+")])
+    part_bytes = step.part_bytes.get(owner, 0) * (split if collective.op == "all_reduce" else 1)
+    sizes = (part_bytes, step.whole_bytes.get(owner))
     layer, is_layer = step.named(collective.op_name)
     # The cotangent of an activation to which a parameter was added leads to that one, too: it is of another layer's
     # product, and of another size.
@@ -131,23 +137,33 @@ def sharing(here: Around) -> tuple[str, ...]:
     or is of a single parameter.
 
     Side by side, the parts that a device has of several are as large as the sum: those of gates lie at several
-    distances where some of them still have to be moved. The same gradient for several parameters is as large as the
-    part of each, and leads to all of them alike.
+    distances where some of them still have to be moved. Where they lie side by side, XLA may split their joint dim over
+    axes over which it is not summed. The same gradient for several parameters is as large as the part of
+    each, and leads to all of them alike.
     """
     collective, step = here.collective, here.step
     if not here.is_sum or not collective.shape or is_crossing(collective.op_name):
         return ()
-    size, reached = collective.local_bytes, list[str]()
+    size, reached, shared = collective.local_bytes, list[str](), tuple[str, ...]()
     for _, leaves in _leaves_by_distance((here.node,), here.flow, step, _LEARNED, backward=False):
         is_nearest = not reached
         reached += sorted({step.follows.get(leaf, leaf) for leaf in leaves} - set(reached))
         parts = [step.part_bytes.get(owner, 0) for owner in reached]
-        same = is_nearest and set(parts) == {size}
-        if len(reached) > 1 and (same or sum(parts) == size):
+        if is_nearest and len(reached) > 1 and set(parts) == {size}:
             return tuple(reached)
-        if sum(parts) >= size:
+        if len(reached) > 1 and is_part_of(size, sum(parts), collective.axis, step.plan.mesh):
+            shared = tuple(reached)
+        if sum(parts) >= size * step.plan.mesh.num_devices:
             break
-    return ()
+    return shared
+
+
+def is_part_of(num_bytes: float, whole_bytes: float, axis: str, mesh: MeshShape) -> bool:
+    """Tells whether `num_bytes` are all of what arrays of `whole_bytes` have side by side, or what a device has of
+    that where it is split over axes of the `mesh` that a sum over `axis` leaves."""
+    others = [size for name, size in mesh.axes if name not in axis.split("+")]
+    parts = {math.prod(sizes) for count in range(len(others) + 1) for sizes in itertools.combinations(others, count)}
+    return any(math.isclose(num_bytes * num_parts, whole_bytes, rel_tol=0.01) for num_parts in parts)
 
 
 def rows_added_to(here: Around) -> str:

@@ -129,11 +129,17 @@ def test_a_report_does_not_depend_on_what_was_compiled_before(way):
 
 
 # Gates that read one value; norms between split layers, differentiated by some workers; a gather that XLA moves behind
-# the broadcast of a mean.
+# the broadcast of a mean, and those that it made of one behind a mean and a norm; a batch that meets rows of a weight;
+# gates whose biases lie side by side; a cotangent as large as a device's part of a table.
 CELLS = (
     "lstm/nnx/megatron/2x4/row_exchange/full/gather/4/whole",
     "transformer/linen/splitbrain/2x4/dense/branches/gather/1/sharded",
     "convnext_tiny/linen/megatron/2x4/dense/branches/gather/4/whole",
+    "resnet18/nnx/megatron/2x4/dense/full/gather/1/whole",
+    "resnet50/linen/megatron/2x4/dense/programs/gather/1/sharded",
+    "deepfm/nnx/transformer/2x2x2/dense/full/gather/1/whole",
+    "lstm/linen/transformer/2x2x2/dense/full/gather/1/whole",
+    "lstm/linen/megatron/2x4/dense/full/gather/1/sharded",
 )
 
 
@@ -152,3 +158,75 @@ def test_gates_that_read_one_value_gather_it_once():
     plan = parallel(cell, made).plan(*made.arguments)
     gathers = [one.layer for one in plan.collectives if one.purpose.kind == PurposeKind.WHOLE_FEATURES]
     assert gathers == ["model/lstm1/cell/hi", "model/projection1"]
+
+
+def small_report(loss_fn, params, batch, rule, mesh):
+    """The report of a step that changes `params` by the gradient of `loss_fn`, under one `rule` and replicas."""
+
+    def step(params, batch):
+        loss, grads = splitjax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), loss
+
+    rules = splitjax.RuleSet("one", (rule, splitjax.Rule("rest", path="**", shard=[])), replicated_batch="data")
+    shape = lambda sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    is_sizes = lambda value: isinstance(value, tuple)
+    arguments = (jax.tree.map(shape, tree, is_leaf=is_sizes) for tree in (params, batch))
+    return splitjax.parallelize(step, mesh=mesh, rules=rules).report(*arguments)
+
+
+def activations(report):
+    return sorted((one.op, one.axis, one.bytes, one.phase) for one in report.collectives if one.axis == "model")
+
+
+ROWS = splitjax.Rule("rows", path="last", shard=[{"in": "model"}])
+
+
+def test_behind_a_mean_the_cotangent_of_rows_is_brought_together_before_it_is_spread():
+    """XLA kept its parts, and gathered what came of them: a map of features for every convolution before the mean."""
+
+    def loss_fn(params, batch):
+        hidden = jax.nn.relu(batch["x"] @ params["first"])
+        return jnp.mean((hidden.mean(axis=1) @ params["last"] - batch["y"]) ** 2)
+
+    params, batch = {"first": (12, 16), "last": (16, 6)}, {"x": (16, 8, 12), "y": (16, 6)}
+    report = small_report(loss_fn, params, batch, ROWS, MESH)
+    summed, gathered = 2 * 3 * (8 * 6 * 4) // 4, 3 * (8 * 16 * 4) // 4
+    assert activations(report) == [
+        ("all_gather", "model", gathered, "backward"),
+        ("all_reduce", "model", summed, "forward"),
+    ]
+    assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
+
+
+def test_rows_that_read_a_batch_stay_where_they_are():
+    """XLA brought the weight together, since the batch is whole on every device."""
+
+    def loss_fn(params, batch):
+        hidden = jax.nn.relu(batch["x"] @ params["first"])
+        return jnp.mean((hidden @ params["out"] + batch["z"] @ params["last"] - batch["y"]) ** 2)
+
+    params, batch = {"first": (12, 16), "out": (16, 1), "last": (4, 1)}, {"x": (16, 12), "z": (16, 4), "y": (16, 1)}
+    report = small_report(loss_fn, params, batch, ROWS, MESH)
+    assert activations(report) == [("all_reduce", "model", 2 * 3 * (8 * 4) // 4, "forward")]
+    assert report.missing == ()
+
+
+@pytest.mark.parametrize("mesh", [MESH, {"data": 4, "model": 2}])
+def test_whole_biases_of_gates_are_summed_as_one_that_is_split(mesh):
+    """Behind split kernels the biases' gradients lie side by side, one on each device or two, and are one sum."""
+
+    def loss_fn(params, batch):
+        kernel, bias = (jnp.concatenate([params[gate][part] for gate in "fgio"], -1) for part in "wb")
+        forget, new, enter, leave = jnp.split(batch["x"] @ kernel + bias, 4, axis=-1)
+        cell = jax.nn.sigmoid(enter) * jnp.tanh(new) + jax.nn.sigmoid(forget)
+        return jnp.mean((jax.nn.sigmoid(leave) * jnp.tanh(cell)) ** 2)
+
+    params = {gate: {"w": (16, 16), "b": (16,)} for gate in "fgio"}
+    columns = splitjax.Rule("columns", path="*/w", shard=[{"out": "model"}])
+    report = small_report(loss_fn, params, {"x": (16, 16)}, columns, mesh)
+    assert report.missing == ()
+    sums = [one for one in report.collectives if len(one.realised) == 4]
+    assert [{planned.purpose.leaf for planned in one.realised} for one in sums] == [
+        {f"{gate}/b" for gate in "fgio"},
+        {f"{gate}/w" for gate in "fgio"},
+    ]

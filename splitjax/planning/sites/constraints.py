@@ -152,7 +152,7 @@ def _crossing(
                 use.site, data_operand, tuple(None if e == FREE else e for e in spec), use.layer, "crossing of a lookup"
             )
         ]
-    contracted = _contracted(graph, use, weight_spec)
+    contracted = contracted_entries(graph, use, weight_spec)
     full = tuple(contracted.get(position, FREE) if entry == FREE else entry for position, entry in enumerate(spec))
     why = f"crossing: examples over {_text(rest)}, layer over {_text(axes)}"
     out = _result_spec(graph, use, weight_spec, rest)
@@ -185,7 +185,7 @@ def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...
     )
 
 
-def _contracted(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
+def contracted_entries(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
     """Maps the position of every contracted dim of the data to the axes of the weight dim that it meets."""
     leaf = graph.leaf(use.param)
     by_atom = {
