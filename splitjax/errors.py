@@ -153,6 +153,10 @@ class SearchError(SplitjaxError, ValueError):
     """A search over discrete choices whose problem is malformed, or that asks for what it cannot have."""
 
 
+class BudgetError(SplitjaxError, ValueError):
+    """A budget of memory that is none, or that no layout of the step fits into."""
+
+
 class TargetError(SplitjaxError, ValueError):
     """A target that is not known, or a mesh that does not fit it."""
 

@@ -33,6 +33,7 @@ ROOMS = (
     "trace",
     "rules",
     "cost",
+    "choosing",
     "sync.costs",
     "partial",
     "report",

@@ -16,7 +16,7 @@ from splitjax.mesh import MeshShape
 from splitjax.plan import Spec, SpecEntry, spec_text
 from splitjax.roles import ROLE_NAMES, Role
 from splitjax.rules.decisions import Axes
-from splitjax.rules.ruleset import RuleSet, available, load_rules
+from splitjax.rules.ruleset import AUTO, RuleSet, available, load_rules
 from splitjax.trace.graph import Graph
 
 OPEN = "?"  # an entry of a spec: nothing is said of the dim
@@ -101,7 +101,7 @@ def resolve(said: Iterable[Said], graph: Graph, mesh: MeshShape, *, must_divide:
 
 def is_own(rules: RuleSet) -> bool:
     """Tells whether a rule set is a user's own, which a pin may not contradict, and none of the shipped ones."""
-    return rules.name not in available() or load_rules(rules.name) != rules
+    return rules.name != AUTO and (rules.name not in available() or load_rules(rules.name) != rules)
 
 
 def contradiction(path: str, pin: Pin, rules: RuleSet, rule: str, spec: Spec) -> PinError:

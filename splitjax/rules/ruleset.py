@@ -23,6 +23,8 @@ from splitjax.rules.rule import Mistake, Rule, closest
 
 BATCH: tuple[str, ...] = ("all", "data")
 _SUFFIX = ".toml"
+# The name of rule sets that are chosen (`rules="auto"`), which no other set has.
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

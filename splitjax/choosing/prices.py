@@ -1,0 +1,84 @@
+"""Says what a predicted step takes in seconds: arithmetic, memory traffic and what is sent, one after the other.
+
+A `cost.Prediction` and the figures of a machine come in, seconds come out. They are a sum over the parts of the step,
+nothing of which overlaps, so that a change of one layer changes them by what it changes there: that is what a search
+over layers needs. `cost.time` predicts the time of a lowered program, which takes a thousand times as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from splitjax.cost.prediction import Prediction
+from splitjax.machines import tables
+from splitjax.machines.devices import DEVICES
+from splitjax.machines.links import Link
+from splitjax.machines.routes import routes
+from splitjax.machines.targets import Target
+from splitjax.mesh import MeshShape
+from splitjax.plan import Collective
+
+# Stand for CPUs, of which no vendor publishes such figures: the order of a core, its memory, and sockets between
+# processes. Choices on CPU are as good as these are for the machine at hand.
+_CPU_FLOPS, _CPU_BYTES, _CPU_LINK = 5e10, 1e10, Link(5e-5, 2e9)
+# How often state and activations pass through memory in a step: written once and read once each.
+_PASSES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """Holds the figures of a machine that decide what a layout takes.
+
+    **Attributes:**
+
+    - `flops_per_second`: of a device. `memory_bytes_per_second`: of its main memory.
+    - `link`: what carries an axis of the mesh; `links`: of axes of which more is known, by name.
+    """
+
+    flops_per_second: float
+    memory_bytes_per_second: float
+    link: Link
+    links: Mapping[str, Link] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_platform(cls, platform: str) -> Prices:
+        """Returns the figures that stand for the devices of a JAX `platform`: those of TPU v5e or H100, and nominal
+        ones where nothing is published, as for `cpu`."""
+        kind = {"tpu": tables.TPU_V5E, "gpu": tables.GPU_H100, "cuda": tables.GPU_H100}.get(platform)
+        if kind is None:
+            return cls(_CPU_FLOPS, _CPU_BYTES, _CPU_LINK)
+        return cls(kind.flops_per_second("bfloat16"), kind.memory_bytes_per_second, kind.fabric.link)
+
+    @classmethod
+    def of_target(cls, target: Target, mesh: MeshShape) -> Prices:
+        """Returns the published figures of a `target` for a `mesh`. Raises `TargetError` for a mesh of another
+        size."""
+        if not target.kind.peak_flops:
+            return cls.of_platform(target.kind.platform)
+        found = {axis: route.link for axis, route in routes(target, dict(mesh.axes)).items()}
+        kind = DEVICES[target.kind.name]
+        peak = kind.flops_per_second("bfloat16")
+        return cls(peak, kind.memory_bytes_per_second, kind.fabric.link, found)
+
+    def seconds(self, prediction: Prediction) -> float:
+        """Returns the seconds of a predicted step."""
+        memory, mesh = prediction.memory, prediction.setting.mesh
+        moved = _PASSES * (memory.state_bytes + memory.activation_bytes)
+        sent = sum(self.sending_seconds(each, mesh) for each in prediction.collectives)
+        return prediction.compute.flops / self.flops_per_second + moved / self.memory_bytes_per_second + sent
+
+    def least_seconds(self, flops: float, num_devices: int) -> float:
+        """Returns what no layout of a step goes below: its `flops` shared evenly, and nothing sent."""
+        return flops / num_devices / self.flops_per_second
+
+    def sending_seconds(self, collective: Collective, mesh: MeshShape) -> float:
+        """Returns the seconds of a collective, by a ring over the slowest of the axes that it goes over."""
+        axes = mesh.present(collective.axis.split("+"))
+        if not axes:
+            return 0.0
+        links = [self.links.get(axis, self.link) for axis in axes]
+        steps = mesh.size(axes) - 1
+        latency = max(link.latency_seconds for link in links)
+        rate = min(link.bytes_per_second for link in links)
+        return (2 if collective.op == "all_reduce" else 1) * steps * latency + collective.bytes / rate

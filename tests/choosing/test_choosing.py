@@ -1,0 +1,120 @@
+"""The choice of rules and meshes, against exhaustive search, shipped rule sets and budgets."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import splitjax
+from splitjax.choosing import Prices, choose_mesh, choose_rules, mesh_shapes
+from splitjax.choosing.domain import batch_modes, groups_of, rule_set
+from splitjax.choosing.layering import Pricing, answer, laid_out
+from splitjax.errors import BudgetError
+from splitjax.machines.links import Link
+from splitjax.machines.targets import parse_target
+from splitjax.mesh import MeshShape
+from splitjax.search.effort import Effort
+
+MESH = MeshShape.of({"data": 2, "model": 4})
+# Slow arithmetic over fast links makes splitting pay, the reverse makes it not.
+MACHINES = {"fast links": Prices(1e9, 1e10, Link(1e-6, 1e10)), "slow links": Prices(1e12, 1e10, Link(1e-4, 1e8))}
+
+
+@functools.cache
+def graph_of(widths, num_examples=64):
+    """The graph of a chain of dense layers; `widths`: their features, from the input on."""
+
+    def loss_of(state, batch):
+        x = batch
+        for number in range(len(widths) - 1):
+            x = jax.nn.relu(x @ state[f"dense{number}"]["kernel"] + state[f"dense{number}"]["bias"])
+        return jnp.mean(x**2)
+
+    def step(state, batch):
+        loss, grads = splitjax.value_and_grad(loss_of)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    state = {
+        f"dense{i}": {"kernel": shape(*pair), "bias": shape(pair[1])}
+        for i, pair in enumerate(itertools.pairwise(widths))
+    }
+    decorated = splitjax.parallelize(step, mesh=jax.sharding.AbstractMesh((2, 4), ("data", "model")))
+    return decorated.graph(state, shape(num_examples, widths[0]))
+
+
+def check_exhaustively(seed):
+    """Compares a search with all assignments of a drawn chain, each predicted as a whole. Returns what was chosen."""
+    draws = random.Random(seed)
+    graph = graph_of(tuple(draws.choice((16, 40, 64, 256, 1024)) for _ in range(draws.choice((3, 3, 4)))))
+    prices = Prices(10 ** draws.uniform(8, 12), 1e10, Link(10 ** draws.uniform(-6, -4), 10 ** draws.uniform(8, 11)))
+    pricing, chosen = Pricing(graph, MESH, prices, {}, True), []
+    for mode in batch_modes(MESH):
+        groups = groups_of(graph, MESH, mode)
+        found = answer(pricing, groups, mode, float("inf"), Effort())
+        every = itertools.product(*(range(len(group.ways)) for group in groups))
+        least = min(prices.seconds(laid_out(pricing, rule_set(groups, values, mode))) for values in every)
+        assert found is not None and found.candidate.seconds == pytest.approx(least, rel=1e-9), (seed, mode)
+        assert found.bound_seconds == pytest.approx(found.network_seconds, rel=1e-9)
+        chosen.append(tuple(variable.chosen for variable in found.variables))
+    return tuple(chosen)
+
+
+def test_exhaustive_search_agrees():
+    assert len({check_exhaustively(seed) for seed in (0, 3)}) == 2
+
+
+@pytest.mark.slow
+def test_exhaustive_search_agrees_on_many_graphs():
+    assert len({check_exhaustively(seed) for seed in range(2, 24)}) > 5
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_never_worse_than_a_shipped_set(machine):
+    choice = choose_rules(graph_of((64, 256, 1024, 16)), MESH, MACHINES[machine])
+    shipped = {each.name: each.seconds for each in choice.candidates if each.name != "auto"}
+    assert {"data_parallel", "fsdp", "megatron", "splitbrain"} <= {*shipped, *dict(choice.refused)}
+    assert choice.best.seconds <= min(shipped.values()) and choice.gap == 0.0
+    assert any("certified gap 0 %" in line for line in choice.lines())
+
+
+def test_a_budget_is_kept_or_explained():
+    graph, prices = graph_of((64, 256, 1024, 16)), MACHINES["slow links"]
+    free = choose_rules(graph, MESH, prices)
+    least = min(each.peak_bytes for each in free.candidates)
+    assert least < free.best.peak_bytes
+    tight = choose_rules(graph, MESH, prices, budget_bytes=least)
+    assert tight.best.peak_bytes <= least and tight.best.seconds > free.best.seconds
+    with pytest.raises(BudgetError) as caught:
+        choose_rules(graph, MESH, prices, budget_bytes=1000)
+    assert caught.value.value == 1000 and " bytes a device" in caught.value.remedy
+
+
+def test_meshes_are_compared():
+    assert [str(mesh) for mesh in mesh_shapes(8)] == ["data=8", "data=4 x model=2", "data=2 x model=4", "model=8"]
+    graph, prices = graph_of((64, 256, 1024, 16)), MACHINES["fast links"]
+    chosen = choose_mesh(graph, 8, lambda _: prices)
+    assert chosen.best.mesh.num_devices == 8
+    for mesh in mesh_shapes(8):
+        assert chosen.best.seconds <= choose_rules(graph, mesh, prices).best.seconds
+
+
+def test_the_same_twice():
+    first, again = (choose_rules(graph_of((64, 256, 1024, 16)), MESH, MACHINES["fast links"]) for _ in range(2))
+    assert first == again
+
+
+def test_prices_of_machines():
+    target = parse_target("tpu:v5e:2x4")
+    prices = Prices.of_target(target, MESH)
+    assert prices.flops_per_second == target.kind.flops_per_second("bfloat16") and set(prices.links) == {
+        "data",
+        "model",
+    }
+    assert Prices.of_target(parse_target("cpu:8"), MESH) == Prices.of_platform("cpu")
+    assert prices.least_seconds(8 * prices.flops_per_second, 8) == 1.0
