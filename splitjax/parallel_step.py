@@ -373,7 +373,8 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         from splitjax.verify import verify_step  # it is loaded when it is first used
 
         self._states.check(args)
-        return verify_step(self._recipe, self._programs.inside, self._programs.entry(args), sizes, own_precision)
+        entry = self._programs.entry(args)  # which decides rules that were left to be chosen
+        return verify_step(self._programs.recipe, self._programs.inside, entry, sizes, own_precision)
 
     def _verify_first(self, args: tuple) -> None:
         """Verifies a call's signature once. Raises `VerificationError`."""

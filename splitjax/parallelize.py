@@ -43,6 +43,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `roles`: what axes of the mesh are for whose names do not tell it: `{"x": "tensor"}`, with `"data"`, `"storage"`,
       `"tensor"`, `"expert"`, `"sequence"` or `"stage"` (docs/meshes.md).
     - `rules`: the name of a rule set, the path of a TOML file, or a `RuleSet`. It gives every parameter its sharding.
+      `"auto"` chooses them by predicted seconds, when the first call is planned; later calls keep them
+      (docs/choosing.md).
     - `donate`: whether a call consumes its states (their memory is reused for the new ones).
     - `plan`: a `Plan` or its JSON file, pinned: layouts come from it, and how tables are synchronised if it says so; a
       step that it does not fit is an error.
@@ -68,6 +70,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       It changes the numbers (docs/partial_backpropagation.md).
     - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature
       (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
+
+    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"`: layouts that are predicted to
+      need more, as a sum of terms, are not chosen, and a `BudgetError` says so where none is left.
 
     **Returns** a `ParallelStep`, called like the step itself.
 

@@ -219,7 +219,7 @@ def test_collectives_of_pmap():
     complains(TraceError, "global batch|pmap", lambda: splitjax.parallelize(pmapped, mesh=MESH)(fresh(), BATCH))
 
 
-@pytest.mark.parametrize("options", [{"mesh": "auto"}, {"rules": "auto"}], ids=str)
+@pytest.mark.parametrize("options", [{"mesh": "auto"}], ids=str)
 def test_documented_options_of_later_versions(options):
     complains(UnavailableError, "not part of this version|planner", lambda: splitjax.parallelize(step, **options))
 

@@ -79,8 +79,8 @@ def answer(pricing: Pricing, groups: Sequence[Group], mode: str, budget_bytes: f
     base = laid_out(pricing, rule_set(groups, whole, mode))
     changes = [_changes(pricing, groups, mode, base, i) for i in range(len(groups))]
     network, base_seconds, base_bytes = _network(pricing, groups, base, changes)
-    slack = 0.0
-    for _ in range(_ROUNDS):
+    slack, rounds, proven = 0.0, 0, -math.inf
+    while True:
         limited = _within(network, base_bytes, budget_bytes - slack)
         if limited is None:
             return None
@@ -90,8 +90,10 @@ def answer(pricing: Pricing, groups: Sequence[Group], mode: str, budget_bytes: f
         values = [int(value) for value in found.values]
         rules = rule_set(groups, values, mode)
         candidate = pricing.candidate(rules, laid_out(pricing, rules))
-        over = candidate.peak_bytes - budget_bytes
-        if over <= 0:
+        # What is proven under the budget itself; a lowered one forbids more.
+        proven = found.bound if rounds == 0 else proven
+        rounds, over = rounds + 1, candidate.peak_bytes - budget_bytes
+        if over <= 0 or rounds == _ROUNDS:
             break
         slack += over
     variables = tuple(
@@ -103,7 +105,7 @@ def answer(pricing: Pricing, groups: Sequence[Group], mode: str, budget_bytes: f
         )
         for group, value in zip(groups, values, strict=True)
     )
-    seconds, bound = base_seconds + found.cost, base_seconds + found.bound
+    seconds, bound = base_seconds + found.cost, base_seconds + proven
     return Answer(candidate, variables, seconds, min(bound, seconds), found.solver, found.clock_struck)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ class Recipe:
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
     - `roles`: what the user said that mesh axes are for.
     - `uneven`: `error` or `pad`, for sizes that do not divide.
+    - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -72,6 +74,7 @@ class Recipe:
     verify: str | None = None
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
     uneven: str = "error"
+    memory_budget_bytes: float = math.inf
 
     @functools.cached_property
     def request(self) -> SyncRequest:

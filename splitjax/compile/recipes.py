@@ -7,13 +7,17 @@ has to be told before anything is traced.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from splitjax.compile.entry import Recipe
+from splitjax.display.figures import bytes_of
+from splitjax.errors import BudgetError
 from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
 from splitjax.rules import load_rules
+from splitjax.rules.ruleset import AUTO, TO_BE_CHOSEN
 from splitjax.step.options import check_options, resolve_plan
 from splitjax.step.positions import make_options
 
@@ -37,10 +41,11 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         given["static_argnames"],
         given["state_outnums"],
     )
+    place = f"parallelize({getattr(fn, '__name__', fn)!s})"
     return Recipe(
         fn,
         options,
-        load_rules(given["rules"]),
+        TO_BE_CHOSEN if _is_auto(given["rules"]) else load_rules(given["rules"]),
         resolve_plan(given["plan"]),
         given["donate"],
         given["unknown"],
@@ -48,8 +53,39 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         uneven=given["uneven"],
         group_comm=given["group_comm"],
         shard_state=given["shard_state"],
-        sync=parse(given["sync"], f"parallelize({getattr(fn, '__name__', fn)!s})"),
+        sync=parse(given["sync"], place),
         backprop=given["backprop"],
         verify=given["verify"],
-        roles=read_roles(given["roles"], f"parallelize({getattr(fn, '__name__', fn)!s}), roles"),
+        memory_budget_bytes=_budget_bytes(given["memory_budget"], given["rules"], place),
+        roles=read_roles(given["roles"], f"{place}, roles"),
     )
+
+
+def _is_auto(rules: object) -> bool:
+    return isinstance(rules, str) and rules == AUTO
+
+
+def _budget_bytes(budget: object, rules: object, place: str) -> float:
+    """Returns a `memory_budget` in bytes, infinity for None. Raises `BudgetError` for what is no size, and beside rules
+    that are not chosen."""
+    if budget is None:
+        return math.inf
+    try:
+        num_bytes = bytes_of(budget) if isinstance(budget, str) else budget
+    except ValueError:
+        num_bytes = 0
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes <= 0:
+        raise BudgetError(
+            "a budget is a number of bytes",
+            value=budget,
+            place=f"{place}, memory_budget",
+            remedy='write it as "16GiB", or as a whole number above 0',
+        )
+    if not _is_auto(rules):
+        raise BudgetError(
+            "a budget decides among layouts, and the rules are said already",
+            value=budget,
+            place=f"{place}, memory_budget",
+            remedy='give it beside rules="auto"; `splitjax plan --assert-max-memory` checks what rules need',
+        )
+    return num_bytes

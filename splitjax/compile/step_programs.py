@@ -8,6 +8,7 @@ partial backpropagation is next) is here too, because it decides which program r
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -19,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.compile.building import begin, compile_draft
+from splitjax.compile.choosing import with_rules
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
@@ -33,6 +35,7 @@ from splitjax.planning.padding import logical_spec, matching
 from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
 from splitjax.planning.sites.layout import named_sharding
+from splitjax.rules.ruleset import TO_BE_CHOSEN
 from splitjax.step.agreement import wait_for_compiled
 from splitjax.step.arguments import Bound, Signature, bind, difference, leaf_path
 from splitjax.step.options import reject_mutating_modules
@@ -84,6 +87,11 @@ class StepPrograms:
         self._compiled: set[str] = set()  # programs that all processes have compiled, by meeting and name
         self._observers: dict[Signature, TableObserver] = {}  # where tables are synchronised by rows
         self._first: dict[Signature, CompiledEntry] = {}  # the programs of their first steps
+
+    @property
+    def recipe(self) -> Recipe:
+        """The step and its options; rules that were left to be chosen are there once a call was planned."""
+        return self._recipe
 
     @property
     def asked_mesh(self) -> Mesh | AbstractMesh | MeshSizes | None:
@@ -290,7 +298,12 @@ class StepPrograms:
             draft = self._drafts.get(bound.signature)
             if draft is None:
                 layouts = None if self._training is None else self._training.layouts()
-                draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
+                traced, chosen = trace_step(self._recipe, bound, mesh=self.mesh), ()
+                if layouts is None:
+                    self._recipe, chosen = with_rules(self._recipe, self.mesh, traced)
+                elif self._training is not None and self._recipe.rules == TO_BE_CHOSEN:
+                    self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
+                draft = begin(self._recipe, self.mesh, traced, layouts).noting(*chosen)
             known = KnownTables(decision, carried, observes)
             entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew

@@ -122,6 +122,10 @@ class RuleSet:
         raise Mistake(message, value=getattr(self, key), owner=f"rule set {self.name!r}", key=key, remedy=remedy)
 
 
+# Stands in a recipe for rules that are chosen when the step is traced (`compile.choosing`).
+TO_BE_CHOSEN = RuleSet(AUTO, allow_replicated=True)
+
+
 def available() -> dict[str, Any]:
     """Returns the shipped rule sets: name -> file, from the wheel (`splitjax/_sharding_rules`) or the repository
     beside the package.
@@ -191,10 +195,10 @@ def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
         return source
     if source == "auto":
         raise UnavailableError(
-            'rules="auto" belongs to the planner, which is not part of this version',
+            'rules="auto" is no rule set: rules are chosen for a step, by parallelize(rules="auto")',
             value=source,
             place="rules",
-            remedy='name a rule set, such as rules="splitbrain"',
+            remedy='name a rule set here, such as "splitbrain"',
         )
     if not isinstance(source, (str, os.PathLike)):
         raise RuleError(

@@ -71,6 +71,7 @@ class ParallelizeOptions(TypedDict, total=False):
     unknown: OnUnknown
     uneven: Uneven
     verify: VerifyWhen | None
+    memory_budget: str | int | None
 
 
 # Of `splitjax.parallelize`; the others say in which they differ.
@@ -92,6 +93,7 @@ DEFAULTS: ParallelizeOptions = {
     "unknown": "error",
     "uneven": "error",
     "verify": None,
+    "memory_budget": None,
 }
 
 

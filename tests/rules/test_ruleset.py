@@ -85,8 +85,8 @@ def test_unknown_names_list_what_there_is():
             load_rules(missing)
 
 
-def test_auto_is_not_there_yet():
-    with pytest.raises(UnavailableError, match="planner"):
+def test_auto_is_no_rule_set():
+    with pytest.raises(UnavailableError, match="chosen for a step"):
         load_rules("auto")
 
 
