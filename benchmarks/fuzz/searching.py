@@ -24,6 +24,9 @@ from benchmarks.fuzz.strategies import changed
 
 CORPUS = pathlib.Path(__file__).resolve().parent / "corpus"
 _HEADROOM_BYTES = 3 << 30
+# Most inputs are no longer than so many of the longest seed, and these bytes: one of 32 KiB takes longer to change, as
+# JSON, than a hundred short ones to read. One in so many may have any length that the parser's inputs have.
+_TIMES_THE_SEEDS, _USUAL_BYTES, _LONG_ONE_IN = 4, 4096, 50
 # libFuzzer's own limit, for what no signal of Python interrupts. By the wall clock, so a machine that was put to sleep
 # for less must not look like an endless input.
 _STALE_SECONDS = 7200
@@ -71,11 +74,18 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory if memory.is_dir() else None)
 
 
+def _longest(parser: Parser) -> int:
+    """Returns how long most inputs of the `parser` may be, in bytes."""
+    seeds = max(map(len, parser.seeds()), default=0)
+    return min(parser.max_bytes, max(_TIMES_THE_SEEDS * seeds, _USUAL_BYTES))
+
+
 def by_chance(parser: Parser, budget: Budget) -> Search:
     """Tries what is kept, the seeds, and changes of all of them by chance; the same inputs for the same seed."""
     draw = random.Random(f"{parser.name} {budget.seed}")
     corpus = [*kept(parser), *(seed[: parser.max_bytes] for seed in parser.seeds())]
     found: dict[str, Defect] = {}
+    usual = _longest(parser)
     began = time.process_time()
     with scratch_folder() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -84,8 +94,10 @@ def by_chance(parser: Parser, budget: Budget) -> Search:
         for number in range(budget.inputs):
             data = corpus[number] if number < len(corpus) else draw.choice(corpus)
             if number >= len(corpus):
+                most = parser.max_bytes if draw.randrange(_LONG_ONE_IN) == 0 else usual
+                data = data[:most]
                 for _ in range(draw.choice((1, 1, 2, 3))):
-                    data = changed(data, (*parser.mutations, "bytes"), parser.max_bytes, draw)
+                    data = changed(data, (*parser.mutations, "bytes"), most, draw)
             defect = try_input(parser, data, folder, measured=True if number < len(corpus) else None)
             if defect is not None:
                 found.setdefault(defect.key, defect)
@@ -103,6 +115,7 @@ def by_coverage(parser: Parser, budget: Budget, report: Callable[[Search], None]
     corpus = [*kept(parser), *(seed[: parser.max_bytes] for seed in parser.seeds())]
     found: dict[str, Defect] = {}
     draw = random.Random(f"{parser.name} {budget.seed}")
+    usual = _longest(parser)
     made = scratch_folder()
     folder, inputs = pathlib.Path(made.name, "scratch"), pathlib.Path(made.name, "corpus")
     folder.mkdir()
@@ -129,9 +142,10 @@ def by_coverage(parser: Parser, budget: Budget, report: Callable[[Search], None]
             os._exit(0)
 
     def change(data: bytes, max_size: int, seed: int) -> bytes:
+        most = max_size if draw.randrange(_LONG_ONE_IN) == 0 else min(usual, max_size)
         if draw.random() < 0.4:
-            return atheris.Mutate(data, max_size)
-        return changed(data, parser.mutations, max_size, draw)
+            return atheris.Mutate(data[:most], most)
+        return changed(data[:most], parser.mutations, most, draw)
 
     arguments = [
         "fuzz",
