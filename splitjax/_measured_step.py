@@ -130,7 +130,8 @@ class MeasuredStep:
 
         request = JobRequest(name, num_workers, link, input_seconds, stages)
         mesh = with_devices(self.mesh, f"{self._recipe.name}.job_profile")
-        return profile_job(self._recipe, mesh, self._states.check, args, request)
+        args = self._programs.logical_arguments(args)
+        return profile_job(self._recipe.unpadded, mesh, self._states.check, args, request)
 
     @_compat.outside_mesh
     def _advise(self, calls: Iterable[tuple], backprop: PartialBackprop, link: Link | None) -> Advice:
@@ -138,7 +139,8 @@ class MeasuredStep:
         from splitjax.measure.advising import advise_calls
 
         mesh = with_devices(self.mesh, f"{self._recipe.name}.advise")
-        return advise_calls(self._recipe, mesh, self._states.check, calls, backprop, link)
+        calls = map(self._programs.logical_arguments, calls)
+        return advise_calls(self._recipe.unpadded, mesh, self._states.check, calls, backprop, link)
 
     @_compat.outside_mesh
     def _profile(self, calls: Iterable[tuple], num_workers: int | None) -> Profile:

@@ -86,6 +86,15 @@ class Recipe:
         """Returns the name of the step, for programs and messages."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
+    @property
+    def unpadded(self) -> Recipe:
+        """Returns the recipe of the same step with leaves of the sizes that it knows, for measurements of one worker:
+        where layers lie does not matter to these."""
+        pads = self.pinned is not None and any(leaf.logical is not None for leaf in self.pinned.leaves)
+        if self.uneven == "error" and not pads:
+            return self
+        return dataclasses.replace(self, uneven="error", pinned=None if pads else self.pinned)
+
     @functools.cached_property
     def keywords(self) -> tuple[str, ...]:
         """Returns the step's keyword-only parameters: they take part as last positions (`arguments.positional`)."""

@@ -163,6 +163,11 @@ class StepPrograms:
 
         return jax.tree_util.tree_map_with_path(grow, state) if planned else state
 
+    def logical_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the positional arguments of a call with states as the step knows them."""
+        states = self._recipe.options.state_argnums
+        return tuple(self.logical(number, arg) if number in states else arg for number, arg in enumerate(args))
+
     def _padded_leaves(self) -> list[LeafPlan]:
         return [leaf for entry in self._entries.values() for leaf in entry.plan.leaves if leaf.logical is not None]
 

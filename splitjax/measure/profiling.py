@@ -114,7 +114,7 @@ def profile_calls(
                 remedy="profile batches of different kinds apart",
             )
         tensors = program.tensors
-        bound = bind(recipe.fn, recipe.options, args)
+        bound = bind(recipe.fn, recipe.options, entry.stored(args)[0])
         values = [
             on_device.put(bound.leaves[i], bound.arguments[i].path, not bound.arguments[i].is_batch, place)
             for i in program.used

@@ -69,7 +69,7 @@ def _value(given: Any, like: jax.ShapeDtypeStruct, leaf: LeafPlan, bound: int, o
     if dtype == np.bool_:
         return np.asarray(known) if keeps else rng.random(shape) < 0.75
     if keeps and (own_values or leaf.role not in ("batch", "input") or dtype == np.uint32 or not shape):
-        return np.asarray(known)
+        return np.asarray(known).astype(dtype)  # ids that numpy made have 64 bits
     if dtype == np.uint32:  # the words of a raw random key
         return rng.integers(0, 2**32, shape, dtype=np.uint32)
     return rng.integers(0, max(2, min(bound, 127)), shape).astype(dtype)

@@ -52,7 +52,8 @@ class Model(eqx.Module):
         return self.activation(self.table[ids]) @ self.table.T + self.bias
 
 
-def test_equinox_modules(tmp_path):
+@pytest.mark.slow
+def test_equinox_modules():
     tx = optax.adam(1e-2)
 
     def step(model, opt, batch):
@@ -104,6 +105,7 @@ class Network(nnx.Module):
         return self.head(jnp.tanh(self.embed(ids)))
 
 
+@pytest.mark.slow
 def test_nnx_modules():
     def step(model, optimizer, batch):
         def loss_fn(model):
@@ -133,3 +135,19 @@ def test_nnx_modules():
     np.testing.assert_allclose(
         float(parallel(placed, kept, tokens(5))), float(parallel(model, optimizer, tokens(5))), rtol=1e-6
     )
+
+
+@pytest.mark.slow
+def test_measurements_and_verification_take_states_as_stored_and_as_known():
+    step, init = language_model(tied=False)
+    parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron", uneven="pad", donate=False)
+    stored = parallel.init(init, jax.random.key(0), example=(tokens(0),))
+    batches = [tokens(seed) for seed in range(3)]
+    profiles, advices = [], []
+    for state in (stored, parallel.logical(stored)):
+        profiles.append(parallel.profile(state, batches))
+        advices.append(parallel.advise(state, batches, splitjax.PartialBackprop((1.0, 0.5))))
+        for sizes in ("shrunken", "given"):
+            assert parallel.verify(state, tokens(0), sizes=sizes).ok  # ids of 64 bits, as numpy makes them
+    assert str(profiles[0]) == str(profiles[1])
+    assert advices[0].num_batches == advices[1].num_batches == 3

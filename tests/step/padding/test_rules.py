@@ -97,6 +97,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_give_the_numbers_that_they_give_without_padding(name):
     assert_same(OPERATIONS[name], X)
