@@ -21,8 +21,10 @@ from splitjax.cli._options import (
     ModelOption,
     OptimizerName,
     RoleTexts,
+    SizeText,
     check_positive,
     import_from_here,
+    parse_bytes,
     parse_mesh,
     parse_model_options,
 )
@@ -58,7 +60,9 @@ class ModelCommand(CommandOptions):
     stage."""
     rules: str = "splitbrain"
     """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
-    installed package declares, the path of a TOML file, or package.module:RULES."""
+    installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by layer."""
+    memory_budget: SizeText | None = None
+    """What a device may need where --rules auto chooses, such as 16GiB."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -82,13 +86,14 @@ class ModelCommand(CommandOptions):
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = parse_mesh(self.mesh, self.role)
         options = parse_model_options(self.model_option)
+        budget = parse_bytes(self.memory_budget, "--memory-budget")
         import_from_here(self.model, self.rules)
         _session.start(mesh.num_devices)
         from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
         return planned_step(
             ModelChoice(self.model, self.library, self.num_classes, self.width, options),
-            LayoutChoice(mesh, self.rules, self.group_comm, self.shard_state),
+            LayoutChoice(mesh, self.rules, self.group_comm, self.shard_state, budget),
             self.optimizer,
             self.batch_size,
         )

@@ -66,13 +66,14 @@ class LayoutChoice:
     """Says how the step is laid out.
 
     - `mesh`: its axes with their sizes, and the roles that were said of them.
-    - `rules`, `group_comm`, `shard_state`: as of `splitjax.parallelize`.
+    - `rules`, `group_comm`, `shard_state`, `memory_budget`: as of `splitjax.parallelize`.
     """
 
     mesh: MeshShape
     rules: str
     group_comm: str = "auto"
     shard_state: bool = False
+    memory_budget: int | None = None
 
 
 def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:
@@ -95,6 +96,7 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
         "roles": roles,
         "group_comm": layout.group_comm,
         "shard_state": layout.shard_state,
+        "memory_budget": layout.memory_budget,
     }
     if isinstance(spec, models.OwnStep):
         step = splitjax.parallelize(spec.train_step, mesh=dict(layout.mesh.axes), **options)

@@ -48,3 +48,19 @@ def test_sizes_as_people_write_them():
     for text in ("", "-1", "1e9", "GiB", "14GiBs", "1..2"):
         with pytest.raises(ValueError, match="no number of bytes"):
             bytes_of(text)
+
+
+@pytest.mark.slow
+def test_rules_and_meshes_that_are_chosen(run):
+    status, out, _ = run(f"{PLAN} --rules auto --mesh auto --devices 8 --memory-budget 16GiB")
+    assert status == 0 and "certified gap" in out
+    status, _, err = run(f"{PLAN} --rules auto --memory-budget 100B")
+    assert status == 2 and "no layout that was found fits" in err
+
+
+@pytest.mark.parametrize(
+    "options", ["--mesh auto --rules auto", "--mesh auto --devices 8", "--devices 8", "--memory-budget 1GiB"]
+)
+def test_choices_that_lack_something(run, options):
+    status, _, err = run(f"{PLAN} {options}")
+    assert status == 2 and ("--mesh auto" in err or 'rules="auto"' in err)
