@@ -26,6 +26,7 @@ from splitjax.errors import StateError
 from splitjax.mesh import MeshSizes, check_mesh, platform_of, with_devices
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
+from splitjax.rules import RuleSet
 from splitjax.step.arguments import argument_names
 from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
@@ -96,6 +97,11 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     def options(self) -> ArgumentRoles:
         """Says which arguments are states, batches and static, and which results are states."""
         return self._recipe.options
+
+    @property
+    def rules(self) -> RuleSet:
+        """The rule set of the step; what `rules="auto"` chose is there once a call was planned."""
+        return self._programs.recipe.rules
 
     @property
     def compiles(self) -> tuple[CompileRecord, ...]:

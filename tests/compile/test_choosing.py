@@ -9,6 +9,8 @@ import pytest
 
 import splitjax
 from splitjax.errors import BudgetError
+from splitjax.rules.ruleset import TO_BE_CHOSEN, parse_rules
+from splitjax.rules.writing import write_rules
 
 MESH = {"data": 2, "model": 4}
 
@@ -37,6 +39,11 @@ def test_the_numbers_of_one_device():
     plan = decorated.plan(*arguments())
     assert any("certified gap 0 %" in note for note in plan.notes)
     assert splitjax.Plan.from_json(plan.to_json()) == plan
+    assert decorated.rules != TO_BE_CHOSEN
+    # Its rules, written to a file, are the same plan.
+    written = parse_rules(write_rules(decorated.rules), "chosen.toml")
+    again = splitjax.parallelize(step, mesh=MESH, rules=written).plan(*arguments())
+    assert again.leaves == plan.leaves and again.collectives == plan.collectives
     # Another size of batch keeps the rules, and with them where the states are.
     other = decorated.plan(*arguments(64))
     assert other.rules == plan.rules and [leaf.spec for leaf in other.leaves[:2]] == [
