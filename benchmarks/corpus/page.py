@@ -47,7 +47,8 @@ def _section(one: Summary) -> Iterator[str]:
     about, plans, programs = one.about, one.plans, one.programs
     compiled = {name: found for name, found in programs.items() if not isinstance(found, str)}
     yield from (f"## jax {about['jax']}", "", *about.get("machine", "").splitlines())
-    yield from (f"- recorded: splitjax as of commit {about['commit']}", *_times(about), "")
+    again = [f"- recorded again: {part}" for part in about.get("again", ())]
+    yield from (f"- recorded: splitjax as of commit {about['commit']}", *again, *_times(about), "")
     kinds = collections.Counter(_kind(value) for value in plans.values())
     asked, otherwise = (kinds.pop(kind, 0) for kind in ("planned", "otherwise"))
     yield f"{len(plans)} cells; {asked} are planned as they ask, {otherwise} otherwise; {len(compiled)} are compiled."
