@@ -71,8 +71,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature
       (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
 
-    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"`: layouts that are predicted to
-      need more, as a sum of terms, are not chosen, and a `BudgetError` says so where none is left.
+    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"`: a layout is
+      chosen only if the upper bound of the memory of its plan is within, and a `BudgetError` says so where none is.
 
     **Returns** a `ParallelStep`, called like the step itself.
 

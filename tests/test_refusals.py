@@ -27,6 +27,10 @@ CAUGHT = {
         "a shipped rule set that a step does not take is no candidate, and why is shown",
     ),
     "cli/__init__.py: main": (1, ENDS_A_COMMAND),
+    "compile/choosing.py: build_chosen": (
+        1,
+        "rules that do not go with the step's options are no candidate: the next ones are tried",
+    ),
     "compile/memory.py: plan_memory": (1, SHOWN),
     "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
     "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),

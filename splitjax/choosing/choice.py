@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator
 
 from splitjax.mesh import MeshShape
-from splitjax.rules.ruleset import RuleSet
+from splitjax.rules.ruleset import AUTO, RuleSet
 
 # Stands for the solver where no search was made, or none found what fits.
 NO_SOLVER = "none"
+_SHOWN = 7  # of the candidates in a plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +30,25 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Is a rule set on a mesh with what it was predicted to take. `seconds` of a step; `peak_bytes` of a device."""
+    """Is a rule set on a mesh with what it was predicted to take.
+
+    **Attributes:** `seconds`: of a step. `state_bytes`: of a device's states, exactly. `peak_bytes`: of a device, as a
+    sum of all that the step stores.
+    """
 
     rules: RuleSet
     mesh: MeshShape
     seconds: float
+    state_bytes: int
     peak_bytes: int
 
     @property
     def name(self) -> str:
-        """The name of the rule set."""
-        return self.rules.name
+        """The name of the rule set, and what tells answers of the search from each other."""
+        if self.rules.name != AUTO:
+            return self.rules.name
+        over = "all devices" if self.rules.replicated_batch == "all" else "data"
+        return f"{AUTO} (examples of whole layers over {over})"
 
     def fits(self, budget_bytes: float) -> bool:
         """Whether a device needs at most `budget_bytes`."""
@@ -53,7 +62,8 @@ class Choice:
     **Attributes:**
 
     - `best`: the rules and the mesh, with their seconds and bytes.
-    - `candidates`: what was compared by its whole prediction: the answers of the search, and the shipped rule sets.
+    - `candidates`: what was compared by its whole prediction, the fastest first: the answers of the search, and the
+      shipped rule sets, also those that do not fit.
     - `answers`: those of the search, one a mesh and a way to lay the batch.
     - `refused`: (rule set, why) of those that this step or mesh does not take.
     - `variables`: of the last search on the mesh of `best`; those of the shipped sets are points of the same kind.
@@ -91,18 +101,21 @@ class Choice:
             return 0.0
         return (self.network_seconds - self.bound_seconds) / self.network_seconds
 
-    def lines(self) -> Iterator[str]:
-        """Yields what a plan notes of it, a line each."""
-        text = f'rules="auto" chose {self.best.name!r} on {self.best.mesh}: predicted {1e3 * self.best.seconds:.4g} ms'
-        others = [f"{each.name} {1e3 * each.seconds:.4g} ms" for each in self.candidates if each != self.best][:6]
-        yield text + (f"; compared with {', '.join(others)}" if others else "")
+    def lines(self, taken: Candidate | None = None) -> Iterator[str]:
+        """Yields what a plan notes of it, a line each. `taken`: of the candidates, which the plan is by; None: the
+        best."""
+        taken = self.best if taken is None else taken
+        yield f'rules="auto" chose {taken.name} on {taken.mesh}: predicted {1e3 * taken.seconds:.4g} ms'
+        others = [f"{each.name} {1e3 * each.seconds:.4g} ms" for each in self.candidates if each != taken]
+        if others:
+            yield f"compared with {', '.join(others[:_SHOWN])}"
         ended = ", ended by the clock" if self.clock_struck else ""
         yield (
             f"the search: {len(self.variables)} variables, certified gap {100 * self.gap:.3g} % of the sum over layers"
             f" and neighbours, by {self.solver}{ended}; a sum over seconds of which nothing overlaps"
         )
-        if self.best not in self.answers:
-            yield "a shipped rule set takes fewer seconds than the search's answer, whose values follow"
+        if taken not in self.answers:
+            yield "a shipped rule set is taken, not the search's answer, whose values follow"
         for each in self.variables:
             more = f" and {len(each.layers) - 1} like it" if len(each.layers) > 1 else ""
             yield f"{each.name}{more}: {each.chosen}, of {', '.join(each.values)}"

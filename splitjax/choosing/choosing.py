@@ -14,6 +14,7 @@ from splitjax.choosing.choice import NO_SOLVER, Candidate, Choice
 from splitjax.choosing.domain import batch_modes, groups_of
 from splitjax.choosing.layering import Answer, Pricing, answer, laid_out
 from splitjax.choosing.prices import Prices
+from splitjax.display.figures import bytes_text
 from splitjax.errors import BudgetError, SplitjaxError
 from splitjax.mesh import MeshShape
 from splitjax.rules.pins import Pin
@@ -53,6 +54,20 @@ def choose_rules(
     much the search may spend; None: `Effort()`.
 
     Raises `BudgetError` where nothing that was found fits, with the smallest budget that does."""
+    return _fitting(rank_rules(graph, mesh, prices, budget_bytes, pins, backward, effort), graph.num_examples)
+
+
+def rank_rules(
+    graph: Graph,
+    mesh: MeshShape,
+    prices: Prices,
+    budget_bytes: float = math.inf,
+    pins: Mapping[str, Pin] | None = None,
+    backward: bool = True,
+    effort: Effort | None = None,
+) -> Choice:
+    """Chooses as `choose_rules` does, and raises nothing where nothing fits: for who has better figures of what each
+    candidate needs."""
     return _choose(graph, [mesh], lambda _: prices, budget_bytes, pins, backward, effort)
 
 
@@ -67,7 +82,8 @@ def choose_mesh(
 ) -> Choice:
     """Chooses the mesh of `num_devices` devices and the rules of a step. `prices`: of the machine under a mesh. The
     others are those of `choose_rules`, as is what it raises."""
-    return _choose(graph, mesh_shapes(num_devices), prices, budget_bytes, None, backward, effort)
+    choice = _choose(graph, mesh_shapes(num_devices), prices, budget_bytes, None, backward, effort)
+    return _fitting(choice, graph.num_examples)
 
 
 def _choose(
@@ -106,7 +122,7 @@ def _choose(
                 candidates.append(found.candidate)
         if not searched:
             dropped.append(mesh)
-    return _best(candidates, answers, refused, dropped, budget_bytes, graph)
+    return _best(candidates, answers, refused, dropped, budget_bytes)
 
 
 def _baselines(pricing: Pricing) -> Iterator[Candidate | tuple[str, str]]:
@@ -125,25 +141,17 @@ def _best(
     refused: Mapping[str, str],
     dropped: list[MeshShape],
     budget_bytes: float,
-    graph: Graph,
 ) -> Choice:
+    """Puts the choice together; where nothing fits, what needs least is its best."""
     fitting = [each for each in candidates if each.fits(budget_bytes)]
-    if not fitting:
-        least = min(candidates, key=lambda each: each.peak_bytes)
-        raise BudgetError(
-            f"no layout that was found fits: the least that a device needs is {least.peak_bytes} bytes, by"
-            f" {least.name!r} on {least.mesh}",
-            value=budget_bytes,
-            place="memory_budget",
-            remedy=f"allow {least.peak_bytes} bytes a device, use more devices, or a smaller batch or microbatches than"
-            f" {graph.num_examples} examples at once",
-        )
-    best = min(fitting, key=lambda each: each.seconds)
+    best = min(fitting, key=lambda each: each.seconds, default=None)
+    if best is None:
+        best = min(candidates, key=lambda each: each.peak_bytes)
     proven = [found for found, made in answers if made.mesh == best.mesh]
     proof = min(proven, key=lambda found: found.candidate.seconds, default=None)
     return Choice(
         best,
-        tuple(sorted(fitting, key=lambda each: each.seconds)),
+        tuple(sorted(candidates, key=lambda each: each.seconds)),
         tuple(made for _, made in answers),
         tuple(refused.items()),
         () if proof is None else proof.variables,
@@ -153,4 +161,24 @@ def _best(
         any(found.clock_struck for found, _ in answers),
         tuple(dropped),
         budget_bytes,
+    )
+
+
+def _fitting(choice: Choice, num_examples: int | None) -> Choice:
+    """Returns a `choice` whose best fits into its budget. Raises `BudgetError` for any other."""
+    best = choice.best
+    if best.fits(choice.budget_bytes):
+        return choice
+    raise over_budget(choice.budget_bytes, best.peak_bytes, f"{best.name} on {best.mesh}", num_examples)
+
+
+def over_budget(budget_bytes: float, least_bytes: int, by: str, num_examples: int | None) -> BudgetError:
+    """Returns the error for a step of which every layout that was found needs more than a budget. `least_bytes`: what
+    the smallest needs; `by`: which that is."""
+    return BudgetError(
+        f"no layout that was found fits: the least that a device needs is {bytes_text(least_bytes)}, by {by}",
+        value=int(budget_bytes),
+        place="memory_budget",
+        remedy=f"allow {least_bytes} bytes a device, use more devices, or a smaller batch or microbatches"
+        + (f" than {num_examples} examples at once" if num_examples else ""),
     )

@@ -46,7 +46,8 @@ class Pricing:
 
     def candidate(self, rules: RuleSet, prediction: Prediction) -> Candidate:
         """Returns `rules` with what the `prediction` of them takes."""
-        return Candidate(rules, self.mesh, self.prices.seconds(prediction), prediction.memory.peak_bytes)
+        memory = prediction.memory
+        return Candidate(rules, self.mesh, self.prices.seconds(prediction), memory.state_bytes, memory.peak_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.compile.building import begin, compile_draft
-from splitjax.compile.choosing import with_rules
+from splitjax.compile.choosing import build_chosen
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
@@ -300,17 +300,12 @@ class StepPrograms:
         jax.monitoring.record_event(BUILD_EVENT)
         started = time.perf_counter()
         with uncollected():
-            draft = self._drafts.get(bound.signature)
-            if draft is None:
-                layouts = None if self._training is None else self._training.layouts()
-                traced, chosen = trace_step(self._recipe, bound, mesh=self.mesh), ()
-                if layouts is None:
-                    self._recipe, chosen = with_rules(self._recipe, self.mesh, traced)
-                elif self._training is not None and self._recipe.rules == TO_BE_CHOSEN:
-                    self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
-                draft = begin(self._recipe, self.mesh, traced, layouts).noting(*chosen)
             known = KnownTables(decision, carried, observes)
-            entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
+            draft = self._drafts.get(bound.signature)
+            if draft is not None:
+                entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
+            else:
+                draft, entry = self._begin(bound, known)
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew
         if not reason:
             differences = [difference(bound, old.call) for old in self._entries.values()]
@@ -320,3 +315,19 @@ class StepPrograms:
         self.compiles.append(CompileRecord(len(self.compiles) + 1, reason, seconds))
         self.compiles[-1].log(self._recipe.name)
         return entry
+
+    def _begin(self, bound: Bound, known: KnownTables) -> tuple[Draft, CompiledEntry]:
+        """Traces and lays out the first entry of a signature; rules that are to be chosen are decided here."""
+        layouts = None if self._training is None else self._training.layouts()
+        if self._training is not None and self._recipe.rules == TO_BE_CHOSEN:
+            self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
+        traced = trace_step(self._recipe, bound, mesh=self.mesh)
+
+        def build(recipe: Recipe, notes: tuple[str, ...]) -> tuple[Draft, CompiledEntry]:
+            draft = begin(recipe, self.mesh, traced, layouts).noting(*notes)
+            return draft, compile_draft(recipe, self.mesh, with_tables(draft, known))
+
+        if self._training is not None:
+            return build(self._recipe, ())
+        self._recipe, draft, entry = build_chosen(self._recipe, self.mesh, traced, build)
+        return draft, entry

@@ -57,6 +57,25 @@ def test_a_budget_that_nothing_fits_into():
         decorated.plan(*arguments())
 
 
+def most_bytes(plan):
+    return plan.memory.bound_bytes
+
+
+def test_what_is_chosen_fits_by_the_upper_bound_of_the_plan():
+    free = splitjax.parallelize(step, mesh=MESH, rules="auto").plan(*arguments())
+    state, batch = arguments()
+    budget = most_bytes(free) - 1
+    tight = splitjax.parallelize(step, mesh=MESH, rules="auto", memory_budget=budget).plan(state, batch)
+    assert most_bytes(tight) <= budget
+    assert any(note.startswith("faster, and not within") for note in tight.notes)
+    with pytest.raises(BudgetError) as caught:
+        splitjax.parallelize(step, mesh=MESH, rules="auto", memory_budget=80 << 10).plan(state, batch)
+    # The remedy is exact: with the bytes that it names there is a plan, and it keeps them.
+    allowed = int(caught.value.remedy.split()[1])
+    plan = splitjax.parallelize(step, mesh=MESH, rules="auto", memory_budget=allowed).plan(state, batch)
+    assert most_bytes(plan) == allowed
+
+
 @pytest.mark.parametrize(
     "options", [{"memory_budget": "lots"}, {"memory_budget": -1}, {"memory_budget": "1GiB", "rules": "fsdp"}], ids=str
 )
