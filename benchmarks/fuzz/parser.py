@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import io
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -52,11 +54,13 @@ class Parser:
 
 
 def _unpacked_size(data: bytes, limit: int) -> int:
-    size, reader = 0, zlib.decompressobj(31)
-    try:
-        while data and size < limit:
-            size += len(reader.decompress(data, 1 << 16))
-            data = reader.unconsumed_tail
-    except zlib.error:  # as far as it goes
-        pass
+    """Returns how much of `data` Python's gzip unpacks, as parsers read it: several members, and header flags that zlib
+    refuses."""
+    size = 0
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as reader:
+        try:
+            while size < limit and (chunk := reader.read(1 << 16)):
+                size += len(chunk)
+        except (OSError, EOFError, zlib.error):  # as far as it goes
+            pass
     return size

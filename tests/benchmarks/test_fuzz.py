@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import random
 import time
@@ -74,6 +75,15 @@ def test_defects_are_noticed(read, kind, tmp_path):
     found = [try_input(parser, data, tmp_path, measured=True) for data in (b"seed", b"other")]
     assert found[1] is not None and found[1].kind == kind and found[1].data == b"other"
     assert (found[0] is None) == (read is untyped)
+
+
+@pytest.mark.parametrize("flags", [0, 0x40])  # zlib refuses the second, Python's gzip reads on
+def test_what_an_input_unpacks_to_may_be_kept_in_memory(flags):
+    member = bytearray(gzip.compress(bytes(100_000)))
+    member[3] |= flags
+    packed = bytes(member) * 2
+    assert PARSERS["idx"].allows((4 << 20) + 60 * 200_000, packed)
+    assert not PARSERS["idx"].allows((4 << 20) + 60 * 200_001, packed)
 
 
 def test_the_same_seed_makes_the_same_inputs_and_no_strategy_fails():
