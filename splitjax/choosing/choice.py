@@ -111,11 +111,13 @@ class Choice:
             yield f"compared with {', '.join(others[:_SHOWN])}"
         ended = ", ended by the clock" if self.clock_struck else ""
         yield (
-            f"the search: {len(self.variables)} variables, certified gap {100 * self.gap:.3g} % of the sum over layers"
-            f" and neighbours, by {self.solver}{ended}; a sum over seconds of which nothing overlaps"
+            f"the search decided {len(self.variables)} variables by {self.solver}{ended}, with a certified gap of"
+            f" {100 * self.gap:.3g} %: no assignment has a sum of seconds over layers and pairs of neighbours that is"
+            " smaller by more than that"
         )
         if taken not in self.answers:
             yield "a shipped rule set is taken, not the search's answer, whose values follow"
         for each in self.variables:
             more = f" and {len(each.layers) - 1} like it" if len(each.layers) > 1 else ""
-            yield f"{each.name}{more}: {each.chosen}, of {', '.join(each.values)}"
+            rest = "; ".join(value for value in each.values if value != each.chosen)
+            yield f"{each.name}{more}: {each.chosen}" + (f" (it could be: {rest})" if rest else "")

@@ -90,7 +90,7 @@ def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: str) -> Iterator[Wa
     divides = lambda axes: any(size % mesh.size(axes) == 0 for size in weight.shape)
     yield Way("whole", {})
     if mode == "data" and stored and data and divides(data):
-        yield Way("stored over data", {}, data)
+        yield Way("stored in parts over data", {}, data)
     divided = {
         name
         for name, size in zip(weight.dim_names, weight.shape, strict=False)
@@ -99,13 +99,13 @@ def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: str) -> Iterator[Wa
     for name in _SPLIT:
         if name not in divided:
             continue
-        yield Way(f"{name} over {'+'.join(tensor)}", {name: tensor})
+        yield Way(f"{name} split over {'+'.join(tensor)}", {name: tensor})
         if mode == "data" and stored and data:
-            yield Way(f"{name} over {'+'.join(tensor)}, stored over data", {name: tensor}, data)
+            yield Way(f"{name} split over {'+'.join(tensor)}, stored in parts over data", {name: tensor}, data)
     if mode == "all" and stored:
         for axes in dict.fromkeys(((*data, *tensor), data)):
             if axes and divides(axes):
-                yield Way(f"largest over {'+'.join(axes)}", {"largest": axes})
+                yield Way(f"each array's largest dim split over {'+'.join(axes)}", {"largest": axes})
 
 
 def _rule(group: Group, way: Way) -> Rule:

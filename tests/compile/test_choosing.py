@@ -37,7 +37,7 @@ def test_the_numbers_of_one_device():
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
     plan = decorated.plan(*arguments())
-    assert any("certified gap 0 %" in note for note in plan.notes)
+    assert any("certified gap of 0 %" in note for note in plan.notes)
     assert splitjax.Plan.from_json(plan.to_json()) == plan
     assert decorated.rules != TO_BE_CHOSEN
     # Its rules, written to a file, are the same plan.
