@@ -24,6 +24,7 @@ def interpreting(mode: str):
     """What to pass as `interpret`; afterwards no race may have been seen."""
     try:
         yield pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
+        jax.block_until_ready(jax.live_arrays())  # a kernel that has not begun has seen no race yet
         assert not interpreter.races.races_found
     except BaseException:
         pltpu.reset_tpu_interpret_mode_state()
@@ -35,6 +36,7 @@ def interpreting_gpu():
     """The same for Mosaic GPU kernels."""
     try:
         yield InterpretGPUParams(detect_races=True)
+        jax.block_until_ready(jax.live_arrays())
         assert not gpu_interpreter.get_races().races_found
     except BaseException:
         gpu_interpreter.reset_gpu_interpret_mode_state()
