@@ -12,7 +12,8 @@ print(train_step.plan(state, batch))
 state, metrics = train_step(state, batch)
 ```
 
-- To train: `parallelize`, `value_and_grad`, `grad`; `splitjax.nnx` and `splitjax.equinox` for steps over their modules.
+- To train: `parallelize`, `value_and_grad`, `grad`, `per_microbatch`; `splitjax.nnx` and `splitjax.equinox` for steps
+  over their modules.
 - To look: a step's `plan`, `report`, `memory`, `profile`, `advise` and `verify`; `Plan` and `Report`.
 - To decide yourself: `Rule`, `RuleSet` and `splitjax.rules`; `splitjax.sync`; `PartialBackprop`.
 - What it does not know: `kernel`, `register_dims`, `register_primitive`.
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from splitjax.report.value import Report
     from splitjax.rules import Rule, RuleSet
     from splitjax.step.kernel import kernel
+    from splitjax.step.per_microbatch import per_microbatch
     from splitjax.step.processes import global_batch
     from splitjax.sync.analysis import Profile
 
@@ -70,6 +72,7 @@ __all__ = [
     "initialize",
     "kernel",
     "parallelize",
+    "per_microbatch",
     "register_dims",
     "register_primitive",
     "value_and_grad",
@@ -86,6 +89,7 @@ _PLACES = {
     "global_batch": "step.processes",
     "grad": "lower.gradient",
     "kernel": "step.kernel",
+    "per_microbatch": "step.per_microbatch",
     "register_dims": "primitives.register",
     "register_primitive": "primitives.register",
     "value_and_grad": "lower.gradient",

@@ -113,12 +113,14 @@ class RuleOutcome:
     - `shares`: operands that are not sums over examples but are added to such a sum: each microbatch adds its share.
     - `rows`: (operand, component) of indices that count examples; None where there are none.
     - `draws`: the operation draws random bits by position, of which a microbatch draws its own.
+    - `averaged`: its results are means over microbatches: each adds its share of what it computes.
     """
 
     infos: tuple[Info, ...]
     shares: frozenset[int] = frozenset()
     rows: tuple[int, int] | None = None
     draws: bool = False
+    averaged: bool = False
 
 
 # Says what an operation does with the dim that holds examples; `Mixed` where it combines them.

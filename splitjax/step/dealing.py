@@ -25,6 +25,7 @@ from splitjax.primitives.dealt import DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
 from splitjax.step.dealt_values import Acting, Dealt, FusedProduct, as_array
+from splitjax.step.per_microbatch import is_per_microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,7 @@ class _Rewriting(Acting):
             return None
         if site in self._targets:
             return self.product(eqn, values, self._targets[site])
-        body = inline_body(eqn)
+        body = None if is_per_microbatch(eqn) else inline_body(eqn)
         if body is not None:
             return run(body, 0, values)
         results = self.act(eqn, values)

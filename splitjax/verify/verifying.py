@@ -26,6 +26,7 @@ from splitjax.planning.tables.sync_request import DENSE
 from splitjax.primitives.walk import walk
 from splitjax.step.boundary import is_boundary
 from splitjax.step.options import OptionError
+from splitjax.step.per_microbatch import is_per_microbatch
 from splitjax.verify.comparing import TOLERANCE, compare, compared_value, differences_of, is_wrong
 from splitjax.verify.dim_classes import Misfit, analyse
 from splitjax.verify.locating import locate
@@ -45,6 +46,9 @@ _REFUSALS = (TypeError, ValueError, NotImplementedError, IndexError)
 _DRAWS = 3
 # A step that cannot be shrunk is verified as it is up to this size.
 _MOST_BYTES = 1 << 30
+_TAKEN_APART = (
+    "verified without microbatches: what splitjax.per_microbatch marks has other numbers over the whole batch by design"
+)
 
 
 def verify_step(
@@ -198,9 +202,17 @@ class _Run:
             return None, *self._pair_and_values(None)
 
     def _pair_and_values(self, choice: SizeChoice | None) -> tuple[Variant, Pair, list[Any], list[Any]]:
-        variant = Variant(self.entry, choice, float64=True)
+        variant = self._variant(choice, float64=True)
         pair, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True))
         return variant, pair, values, references
+
+    def _variant(self, choice: SizeChoice | None, float64: bool) -> Variant:
+        """Describes the step to compare at the sizes of `choice`: without microbatches where some of the loss is taken
+        per microbatch, as that has other numbers than the whole batch on one device."""
+        is_taken_apart = any(is_per_microbatch(visit.eqn) for visit in walk(self.entry.jaxpr))
+        if is_taken_apart and max(_microbatches(self.entry.jaxpr), default=1) > 1 and _TAKEN_APART not in self.notes:
+            self.notes.append(_TAKEN_APART)
+        return Variant(self.entry, choice, float64, microbatches=not is_taken_apart)
 
     def _jumps(self, variant: Variant, pair: Pair, references: list[Any]) -> list[float]:
         """Measures by how much every value changes on one device, relative to its largest entry, when the inputs do in
@@ -229,7 +241,7 @@ class _Run:
         )
 
     def _own_differences(self, choice: SizeChoice | None) -> list[float]:
-        variant = Variant(self.entry, choice, float64=False)
+        variant = self._variant(choice, float64=False)
         _, values, references = self._run(variant, lambda: ResultTaps(gradients_only=True))
         return [compare(a, b).relative for a, b in zip(values, references, strict=True)]
 

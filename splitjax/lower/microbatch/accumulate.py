@@ -169,6 +169,11 @@ class Evaluator:
         if outcome.rows is not None:
             position, component = outcome.rows
             operands[position] = _own_numbers(operands[position], component, analysed.operands[position])
+        if outcome.averaged:
+            return [
+                self.share(value, v, slot)
+                for value, v in zip(self.bind(node.part, operands, node.site), node.outputs, strict=True)
+            ]
         if self.batch.is_exact:
             return self.bind(node.part, operands, node.site)
         if node.runs_as_it_is:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitjax import _compat
+from splitjax.lower.microbatch.apart import not_apart
 from splitjax.lower.microbatch.derivative_rules import WHY, check_rule
 from splitjax.lower.microbatch.pairing import Body, Const, Node, PairedProgram, Ref
 from splitjax.primitives.example_answers import answer, answer_partial
@@ -117,24 +118,29 @@ def _reason(mixed: Mixed, primitive: str, source: str) -> Reason:
     return mixed.why if isinstance(mixed.why, Reason) else Reason(primitive, source, mixed.why)
 
 
-def classify(program: PairedProgram, body: Body, inputs: Sequence[Info], batch: Batch) -> BodyAnalysis:
+def classify(
+    program: PairedProgram, body: Body, inputs: Sequence[Info], batch: Batch, apart: bool = False
+) -> BodyAnalysis:
     """Finds the relation of every value of `body`, a part of `program`, whose inputs have the relations `inputs`.
 
-    `batch` holds the numbers of examples. Operations that mix examples make their results `LATER`.
+    `batch` holds the numbers of examples. `apart`: the user asked for microbatches, so that what is marked by
+    `splitjax.per_microbatch` is taken over each by itself. Operations that mix examples make their results `LATER`.
     """
-    return _Classifier(program, batch, {}, True).body(body, inputs)
+    return _Classifier(program, batch, {}, True, apart).body(body, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Classifier:
     """Walks a program; lives for one call of `classify`.
 
-    `checked` remembers what came out for derivative rules that were checked; `check_rules` is False inside of one."""
+    `checked` remembers what came out for derivative rules that were checked; `check_rules` is False inside of one.
+    `apart`: as for `classify`."""
 
     program: PairedProgram
     batch: Batch
     checked: dict[Any, Mixed | None]
     check_rules: bool
+    apart: bool
 
     def body(self, body: Body, inputs: Sequence[Info]) -> BodyAnalysis:
         """Analyses a body whose inputs have the relations `inputs`."""
@@ -163,7 +169,9 @@ class _Classifier:
                 node,
                 infos,
                 results,
-                lambda program, known: _Classifier(program, self.batch, {}, False).body(program.body, known),
+                lambda program, known: _Classifier(program, self.batch, {}, False, self.apart).body(
+                    program.body, known
+                ),
             )
         return self.checked[key]
 
@@ -180,7 +188,8 @@ class _Classifier:
             return NodeAnalysis(RuleOutcome(mixed), False)
         results = []
         for info, result in zip(answered.outcome.infos, types, strict=True):
-            own = info.live if answered.nested and not node.runs_as_it_is else live
+            keeps = (answered.nested and not node.runs_as_it_is) or answered.outcome.averaged
+            own = info.live if keeps else live
             if own or info.kind in (SAME, EXAMPLES):
                 results.append(dataclasses.replace(info, live=own))
             else:  # known for the whole batch beforehand: no need to add up contributions
@@ -205,6 +214,8 @@ class _Classifier:
                 return Mixed(info.reason if info.live else info.reason.why)
         if node.bodies:
             return self.nested(node, infos, types)
+        if node.per_microbatch:
+            return self.taken_apart(node, infos)
         question = Question(node, infos, self.program.types_of(node.inputs), types, self.batch)
         if any(info.kind == PARTIAL for info in infos):
             outcome = answer_partial(question)
@@ -256,6 +267,14 @@ class _Classifier:
             counts = Fact.EXAMPLE_NUMBER if types[0].shape == (self.batch.whole,) else None
             return RuleOutcome((Info(False, EXAMPLES, self.batch.assumed(types, dim), False, counts),))
         return Mixed(_MADE_OF_SHARED)
+
+    def taken_apart(self, node: Node, infos: tuple[Info, ...]) -> NodeAnalysis | Mixed:
+        """Analyses a call that each microbatch evaluates on its own examples. Its results are means over microbatches,
+        each of which contributes its share. `infos`: the relations of its operands."""
+        refused = not_apart(self.program, self.batch, self.apart, node, infos)
+        if refused is not None:
+            return Mixed(refused)
+        return NodeAnalysis(RuleOutcome(tuple(Info(True, PARTIAL) for _ in node.outputs), averaged=True), False)
 
     # Operations with bodies.
 

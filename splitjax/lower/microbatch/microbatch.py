@@ -127,7 +127,8 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Re
             remedy="trace it with as many examples as local_examples says",
         )
     batch = Batch(*sizes, run)
-    analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch)
+    apart = boundary.microbatches not in (None, 1)
+    analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch, apart)
     refusal = _no_sum(analysis, boundary, num_microbatches)
     if refusal is not None:
         return refusal
@@ -156,7 +157,8 @@ def _archipelago(
 ) -> Archipelago | None:
     """Finds the islands of a loop; None where there are none. `worker`: evaluates the trace with its examples."""
     program = worker.program
-    local = classify(program, program.body, _operand_infos(program, boundary, worker.batch), worker.batch)
+    apart = boundary.microbatches not in (None, 1)
+    local = classify(program, program.body, _operand_infos(program, boundary, worker.batch), worker.batch, apart)
     stage_of = stages(analysis, request.split_sites, request.whole_sites)
     returned = {*marked.returned, *(ref for ref in analysis.body.outputs[:1] if isinstance(ref, int))}
     candidates = {
@@ -214,7 +216,8 @@ def _no_sum(analysis: BodyAnalysis, boundary: Boundary, num_microbatches: int) -
             place=reason.source or boundary.label,
             remedy=(
                 "make the loss a sum or mean over examples of values that each depend on one example (a norm over"
-                " features instead of batch norm; move functions of totals into aux), or use microbatches=None"
+                " features instead of batch norm; move functions of totals into aux), take a balance loss over each"
+                " microbatch (splitjax.per_microbatch), or use microbatches=None"
             ),
         )
     return None

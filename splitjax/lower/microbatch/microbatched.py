@@ -84,7 +84,16 @@ def microbatched(
     job = _prepared(step, eqn, site, number, workers, size) if number > 1 or workers.axes else None
     if isinstance(job, Refusal):
         return job
-    return Whole("nothing of it holds examples") if job is None else Microbatched(job)
+    if job is None:
+        return Whole("nothing of it holds examples")
+    if not job.evaluator.program.has_per_microbatch:
+        return Microbatched(job)
+    return Microbatched(job, f"what is taken per microbatch is the mean over {_groups(job)}")
+
+
+def _groups(job: PreparedBoundary) -> str:
+    """Returns in words how many examples each microbatch of each worker has."""
+    return f"{job.split.num_contributions} times {job.evaluator.batch.run} examples"
 
 
 def uneven_jobs(

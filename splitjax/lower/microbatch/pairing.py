@@ -20,6 +20,7 @@ from splitjax.errors import Refusal
 from splitjax.primitives.calls import AS_IT_IS, CALLS, CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.example_question import differing_params, is_same_constant
 from splitjax.primitives.walk import Site
+from splitjax.step.per_microbatch import is_per_microbatch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,6 +66,7 @@ class Node:
     - `bodies`: the jaxprs that it runs: a loop's, or one per branch.
     - `around`: the equations of the calls and loops that it stands in, outermost first.
     - `name`: of the primitive.
+    - `per_microbatch`: it is a call that each microbatch evaluates on its own examples; it has no bodies then.
     """
 
     whole: Any
@@ -75,6 +77,7 @@ class Node:
     bodies: tuple[Body, ...]
     around: tuple[Any, ...]
     name: str
+    per_microbatch: bool = False
 
     @property
     def source(self) -> str:
@@ -110,6 +113,11 @@ class PairedProgram:
     body: Body
     types: tuple[tuple[Any, Any], ...]
 
+    @property
+    def has_per_microbatch(self) -> bool:
+        """Whether a call in it, or in its loops and branches, is taken over each microbatch's own examples."""
+        return _has_per_microbatch(self.body)
+
     def type_of(self, ref: Ref) -> tuple[Any, Any]:
         """Returns the types of `ref`, a value or a constant, in the whole and in the part trace."""
         return (ref.whole_aval, ref.part_aval) if isinstance(ref, Const) else self.types[ref]
@@ -117,6 +125,10 @@ class PairedProgram:
     def types_of(self, refs: Sequence[Ref]) -> tuple[tuple[Any, Any], ...]:
         """Returns the types of each of `refs`, as `type_of` does."""
         return tuple(self.type_of(ref) for ref in refs)
+
+
+def _has_per_microbatch(body: Body) -> bool:
+    return any(node.per_microbatch or any(map(_has_per_microbatch, node.bodies)) for node in body.nodes)
 
 
 def pair(whole: Any, part: Any, label: str) -> PairedProgram | Refusal:
@@ -235,7 +247,8 @@ class _Pairer:
         """Adds the equation `a` of the whole trace, paired with `b`, to `nodes`, or what it calls; returns its results.
 
         `operands` are what it reads, `site` is where it stands, and `around` are the equations around it."""
-        is_call = a.primitive.name in CALLS
+        marked = is_per_microbatch(a)
+        is_call = a.primitive.name in CALLS and not marked
         whole, part = (inline_body(a), inline_body(b)) if is_call else (None, None)
         if whole is not None and part is not None:
             return self.walk(whole, part, operands, (*site, 0), nodes, (*around, a))
@@ -243,7 +256,7 @@ class _Pairer:
         bodies = self.bodies(a, b, site, (*around, a)) if is_call else ()
         if bodies is None:
             return None
-        nodes.append(Node(a, b, site, tuple(operands), results, bodies, around, a.primitive.name))
+        nodes.append(Node(a, b, site, tuple(operands), results, bodies, around, a.primitive.name, marked))
         return results
 
     def bodies(self, a: Any, b: Any, site: Site, around: tuple[Any, ...]) -> tuple[Body, ...] | None:

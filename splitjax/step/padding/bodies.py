@@ -14,6 +14,7 @@ from splitjax.primitives.interpreter import RunBody
 from splitjax.primitives.walk import Site
 from splitjax.step.custom_rules import custom_call, jvp_of, vjp_of
 from splitjax.step.padding.values import Padded, Sizes, array_of, fitted, padded, sizes_of
+from splitjax.step.per_microbatch import is_per_microbatch
 
 # What an array is like: its shape as the program has it, its padded dims, what stands in the padding.
 Kind = tuple[tuple[int, ...], Sizes, float | None]
@@ -42,9 +43,10 @@ def call(rewriting: Rewriting, eqn: Any, values: list[Any], site: Site, run: Run
     **Arguments:** `rewriting`: what it is part of. `eqn`, `values`, `site`, `run`: as of an interpreter's handler.
     `wanted`: per result the dims that are to be padded."""
     kind, body = kind_of(eqn), call_body(eqn)
-    if kind is CallKind.INLINE and body is not None:
+    marked = is_per_microbatch(eqn)
+    if kind is CallKind.INLINE and body is not None and not marked:
         return run(body, 0, values)
-    if kind is CallKind.REMAT and body is not None:
+    if (kind is CallKind.REMAT or marked) and body is not None:
         made, kinds = _traced(lambda given: run(body, 0, given), _types(values, eqn.invars), values)
         return _bound(_compat.with_params(eqn, jaxpr=_like(body, made)), values, kinds)
     if kind is CallKind.RULE and body is not None:
