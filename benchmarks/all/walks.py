@@ -67,6 +67,7 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
             ),
         ),
     ),
+    "accelerator": (Walk("accelerator", (("--quick", "--only", "time", "--output", "{output}"),)),),
     "corpus": (
         Walk(
             "corpus",

@@ -219,5 +219,5 @@ def gather_gpu(table: jax.Array, rows: jax.Array, *, interpret: Any = None) -> j
         scratch_types=[plgpu.SMEM((block, *shape), table.dtype), plgpu.Barrier(num_arrivals=block)],
         interpret=interpret,
         kernel_name="splitjax_gather_rows",
-    )(padded, cells, jnp.zeros((1, *shape), table.dtype))
+    )(padded, cells, np.zeros((1, *shape), table.dtype))  # a constant of the program
     return gathered.reshape(-1, table.shape[1])[: rows.shape[0]]

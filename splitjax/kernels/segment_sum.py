@@ -81,7 +81,7 @@ def ranks_of(ids: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.A
     """
     is_first = jnp.concatenate([jnp.ones(min(1, ids.shape[0]), bool), ids[1:] != ids[:-1]]) & (ids != FILLER)
     ranks = jnp.cumsum(is_first.astype(jnp.int32)) - 1
-    count = is_first.sum(dtype=jnp.int32)
+    count = ranks[-1] + 1 if ids.shape[0] else jnp.zeros((), jnp.int32)
     unique = jnp.full(capacity, FILLER, jnp.int32).at[jnp.where(is_first, ranks, capacity)].set(ids, mode="drop")
     return unique, jnp.where(ids == FILLER, -1, ranks), count
 
@@ -91,14 +91,16 @@ def _sums(values: jax.Array, ranks: jax.Array, count: jax.Array, capacity: int) 
     """The sums of the rows of each rank, rounded to the dtype of the values."""
     if 0 in values.shape or capacity == 0:
         return jnp.zeros((capacity, values.shape[1]), values.dtype)
-    reference, tpu = (
-        functools.partial(sums_reference, capacity=capacity),
-        functools.partial(sums_tpu, capacity=capacity),
-    )
+
+    def reference(values, ranks, count):
+        return sums_reference(values, ranks, capacity=capacity)
+
+    def tpu(values, ranks, count):
+        # The kernel writes what it has sums for; behind that its result is whatever the memory held.
+        return jnp.where(jnp.arange(capacity)[:, None] < count, sums_tpu(values, ranks, capacity=capacity), 0)
+
     gpu = functools.partial(sums_gpu, capacity=capacity) if values.shape[1] % WARPGROUP == 0 else None
-    sums = dispatch(reference, values, ranks, tpu=tpu, gpu=gpu)
-    # A kernel writes what it has sums for; behind that its result is whatever the memory held.
-    return jnp.where(jnp.arange(capacity)[:, None] < count, sums, 0).astype(values.dtype)
+    return dispatch(reference, values, ranks, count, tpu=tpu, gpu=gpu).astype(values.dtype)
 
 
 def _forward(values, ranks, count, capacity):
@@ -246,37 +248,45 @@ def _tpu_kernel(ranks, scalar_ranks, first_rank, values, sums, *scratch, capacit
         write(own, start).wait()
 
 
-def sums_gpu(values: jax.Array, ranks: jax.Array, *, capacity: int, interpret: Any = None) -> jax.Array:
+def sums_gpu(
+    values: jax.Array, ranks: jax.Array, count: jax.Array, *, capacity: int, interpret: Any = None
+) -> jax.Array:
     """Evaluates `sums_reference` of `values`, `ranks` and `capacity` in Mosaic GPU kernels, for a width of a multiple
-    of 128 and at least one row; sums of ranks that no row has are undefined.
+    of 128 and at least one row. `count`, int32[], says how many ranks there are: from 0, every one below it has rows.
 
-    A program walks along a block of rows and writes each sum when its run of equal ranks ends. Runs that cross a border
-    of blocks go to a list of parts instead, two for each block, which the next round adds up in the same way.
+    A program walks along a block of rows and writes each sum when its run of equal ranks ends, then its share of the
+    zeros from `count` on: a pass over the result for these alone would take as long as writing it. Runs that cross a
+    border of blocks go to a list of parts instead, two for each block, which the next round adds up in the same way.
     `interpret`: as of `plgpu.kernel`.
     """
     width = values.shape[1]
     num_blocks = ceil_div(values.shape[0], _GPU_BLOCK)
     values, ranks = (pad_rows(array, num_blocks * _GPU_BLOCK, filler) for array, filler in ((values, 0), (ranks, -1)))
     codes, part_ranks = _gpu_codes(ranks.reshape(num_blocks, _GPU_BLOCK), capacity)
+    # Whole blocks of parts, so that the next round copies none: what lies behind the last counts nowhere.
+    num_parts = round_up(2 * num_blocks, _GPU_BLOCK)
     sums, parts = plgpu.kernel(
-        functools.partial(_gpu_kernel, width=width),
+        functools.partial(_gpu_kernel, width=width, capacity=capacity, share=ceil_div(capacity, num_blocks)),
         out_type=[
             result_type((capacity, width), jnp.float32, values, ranks),
-            result_type((2 * num_blocks, width), jnp.float32, values, ranks),
+            result_type((num_parts, width), jnp.float32, values, ranks),
         ],
         grid=(num_blocks,),
         grid_names=("block",),
         interpret=interpret,
         kernel_name="splitjax_segment_sum",
-    )(codes.reshape(-1), values)
+    )(codes.reshape(-1), values, count.reshape(1))
     if num_blocks == 1:
         return sums
+    part_ranks = pad_rows(part_ranks, num_parts, -1)
     is_part = part_ranks >= 0
     running = lax.cummax(part_ranks)
     is_first = is_part & (running != jnp.concatenate([jnp.full(1, -1, jnp.int32), running[:-1]]))
     numbers = jnp.cumsum(is_first.astype(jnp.int32)) - 1
-    # each crosses a border
-    totals = sums_gpu(parts, jnp.where(is_part, numbers, -1), capacity=num_blocks, interpret=interpret)
+    # Each crosses a border. What lies behind the last goes nowhere, and need not be cleared.
+    totals = sums_gpu(
+        parts, jnp.where(is_part, numbers, -1), jnp.int32(num_blocks), capacity=num_blocks, interpret=interpret
+    )
     targets = (
         jnp.full(num_blocks, capacity, jnp.int32)
         .at[jnp.where(is_first, numbers, num_blocks)]
@@ -311,8 +321,9 @@ def _gpu_codes(ranks: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     return 2 * target + (ranks >= 0), part_ranks.reshape(-1)
 
 
-def _gpu_kernel(codes, values, sums, parts, *, width):
-    start = lax.axis_index("block") * _GPU_BLOCK
+def _gpu_kernel(codes, values, count, sums, parts, *, width, capacity, share):
+    block = lax.axis_index("block")
+    start = block * _GPU_BLOCK
     layout = plgpu.Layout.WG_STRIDED((width,), next(size for size in (4, 2, 1) if width // WARPGROUP % size == 0))
     # Rows read before the first is used, to have as many reads in flight as registers allow; it has to divide a block.
     at_once = next(size for size in (8, 4, 2, 1) if size * width <= 4096 or size == 1)
@@ -342,3 +353,9 @@ def _gpu_kernel(codes, values, sums, parts, *, width):
         return total
 
     lax.fori_loop(0, _GPU_BLOCK // at_once, some, zeros())
+
+    def clear(slot, nothing):
+        sums[slot] = zeros()
+        return nothing
+
+    lax.fori_loop(jnp.maximum(block * share, count[0]), jnp.minimum((block + 1) * share, capacity), clear, None)

@@ -43,6 +43,15 @@ class Compiler:
 
 CPU = Compiler(transposes_operands=True, combines_bytes=2**62, reduces_apart=True)
 TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
+# A GPU's products read operands in any order of dims, and XLA joins all-reduces up to 30 MB there
+# (`xla_gpu_all_reduce_combine_threshold_bytes`).
+GPU = Compiler(transposes_operands=False, combines_bytes=30 * 2**20, reduces_apart=True)
+
+
+def compiler_of(platform: str) -> Compiler:
+    """Returns what is known of the compiler of a `platform`, such as `cpu`: of one that was not looked at, as of the
+    CPU's."""
+    return {"tpu": TPU, "gpu": GPU, "cuda": GPU}.get(platform, CPU)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

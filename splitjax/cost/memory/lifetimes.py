@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import CPU, TPU, Storage
+from splitjax.cost.memory.buffers import Storage, compiler_of
 from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.program import Split
 from splitjax.cost.memory.reading import read
@@ -84,7 +84,7 @@ def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
     """Predicts what a program needs of a device's memory. `placed`: the program."""
     program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
     spread(program)
-    compiler = TPU if placed.platform == "tpu" else CPU
+    compiler = compiler_of(placed.platform)
     storage = Storage(program, compiler)
     schedule = storage.schedule()
     schedule = combined(schedule, storage.sizes, compiler.combines_bytes)

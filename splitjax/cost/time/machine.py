@@ -55,16 +55,23 @@ class Machine:
         if task.op:
             return self._between(task)
         if self.calibration is not None:
-            return task.repeats * sum(self._measured(self.calibration, load, task) for load in task.loads)
+            if self.calibration.platform != "cpu":
+                # The matrices of a batched product run side by side: they take as long as one that is as much work.
+                loads = [dataclasses.replace(load, size=task.repeats * load.size) for load in task.loads]
+                return sum(self._measured(self.calibration, load, task.num_bytes, task.dtype) for load in loads)
+            num_bytes = task.num_bytes / task.repeats
+            return task.repeats * sum(
+                self._measured(self.calibration, load, num_bytes, task.dtype) for load in task.loads
+            )
         assert self.target is not None, "a machine is measured or published"
         kind = self.target.kind
         return max(task.flops / kind.flops_per_second(task.dtype), task.num_bytes / kind.memory_bytes_per_second)
 
-    def _measured(self, calibration: Calibration, load: Load, task: Task) -> float:
-        seconds = calibration.seconds(load.kind, load.size, load.narrow, task.dtype)
+    def _measured(self, calibration: Calibration, load: Load, num_bytes: float, dtype: str) -> float:
+        seconds = calibration.seconds(load.kind, load.size, load.narrow, dtype)
         if load.kind.counts_flops or load.kind in (OperationKind.ROW_SUM, OperationKind.COLUMN_SUM):
             # What is small in flops may still have to come from memory.
-            moved = calibration.seconds(OperationKind.ELEMENTWISE, task.num_bytes / task.repeats)
+            moved = calibration.seconds(OperationKind.ELEMENTWISE, num_bytes)
             return max(seconds, moved)
         return seconds
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import CPU, TPU, Schedule, Step, Storage
+from splitjax.cost.memory.buffers import Schedule, Step, Storage, compiler_of
 from splitjax.cost.memory.lifetimes import PlacedProgram
 from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
 from splitjax.cost.memory.reading import read
@@ -82,7 +82,7 @@ def tasks_of(placed: PlacedProgram) -> tuple[Task, ...]:
     """Returns what a device does in a step of the program `placed`, in the order of the program."""
     program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
     spread(program)
-    compiler = TPU if placed.platform == "tpu" else CPU
+    compiler = compiler_of(placed.platform)
     storage = Storage(program, compiler)
     schedule = storage.schedule()
     return _Reader(program, storage.sizes, compiler.combines_bytes).tasks(schedule, program.body)

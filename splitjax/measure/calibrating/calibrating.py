@@ -59,7 +59,9 @@ def calibrate(
         )
     timer = Timer(devices, clock, enough_seconds=0.002, rounds=3) if quick else Timer(devices, clock)
     by_kind: dict[tuple[OperationKind, str], list[Point]] = {}
-    for probe in probes(most_elements=1 << 14, most_flops=2.0**21) if quick else probes():
+    is_accelerator = devices[0].platform != "cpu"
+    chosen = probes(most_elements=1 << 14, most_flops=2.0**21) if quick else probes(is_accelerator=is_accelerator)
+    for probe in chosen:
         seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _WARM)
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")

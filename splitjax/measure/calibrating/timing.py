@@ -2,7 +2,8 @@
 
 What a device does in a turn comes in as a function of local arrays, the seconds of a turn come out. Turns run in a loop
 inside the program, so that a call's own time does not count, and all devices run it at the same time, so that what they
-share (cores, memory, links) is shared as in a step.
+share (cores, memory, links) is shared as in a step. Of a GPU's operations its kernels are timed instead
+(`kernel_time`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from splitjax.measure.calibrating.kernel_time import kernel_seconds
 from splitjax.sync.link import of_process_0
 
 Clock = Literal["wall", "processor"]
 AXES = ("apart", "group")
 _MOST_TURNS = 1 << 20
 _LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
-# Arrays up to the first size are timed again and again; of larger ones so many sets that they have the second in all.
-_WARM_BYTES, _COLD_BYTES, _MOST_SETS = 1 << 18, 24 << 20, 12
+# Arrays up to this size are timed again and again; of larger ones so many sets that no cache has them all.
+_WARM_BYTES, _MOST_SETS = 1 << 18, 12
+_COLD_BYTES, _COLD_BYTES_OF_GPU = 24 << 20, 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +66,12 @@ class Timer:
         (`ShapeDtypeStruct`) of these. `mesh`: over whose axes the turn may communicate; by default each device is by
         itself. `cold`: whether large arrays are to come from memory; those of operations that compute long on what
         they read need not."""
+        if mesh is None and self.devices[0].platform == "gpu":
+            return self._by_kernels(turn, arrays, cold)
         mesh = mesh or self.mesh()
         spec = PartitionSpec(AXES)
         result = jax.eval_shape(lambda *xs: _alone(turn, mesh)(*xs), *arrays)
-        num_sets = _num_sets((*arrays, result)) if cold else 1
+        num_sets = _num_sets((*arrays, result), _COLD_BYTES) if cold else 1
 
         def loop(num_turns: Any, *blocks: Any) -> Any:
             sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
@@ -105,6 +110,20 @@ class Timer:
             if taken >= self.enough_seconds / 4 or num_turns >= _MOST_TURNS:
                 return max(taken / (num_turns * num_sets), _LEAST_SECONDS)
             num_turns = min(4 * num_turns, _MOST_TURNS)
+
+    def _by_kernels(self, turn: Callable[..., Any], arrays: Sequence[Any], cold: bool) -> float:
+        """The seconds of a turn on the first device of this process, of its kernels; others do not disturb it."""
+        device = next(each for each in self.devices if each.process_index == jax.process_index())
+        mesh = Mesh(np.asarray([[device]], object), AXES)
+        program = jax.jit(turn)
+        num_sets = _num_sets((*arrays, jax.eval_shape(turn, *arrays)), _COLD_BYTES_OF_GPU) if cold else 1
+        blocks = [_filled(array, num_sets, mesh, PartitionSpec(None, AXES)) for array in arrays]
+        sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
+        jax.block_until_ready([program(*each) for each in sets])
+        num_calls = 2 if num_sets > 1 else self.rounds
+        taken = kernel_seconds(lambda: [program(*each) for each in sets], num_calls)
+        (seconds,) = of_process_0([max(taken / num_sets, _LEAST_SECONDS)])
+        return seconds
 
     def call_seconds(self) -> float:
         """Returns what a call of a program that does nothing takes."""
@@ -160,13 +179,13 @@ def _poke(array: Any, last: Any) -> Any:
     return array.at[where].add(zero)
 
 
-def _num_sets(arrays: Sequence[Any]) -> int:
+def _num_sets(arrays: Sequence[Any], cold_bytes: int) -> int:
     """Returns on how many sets of `arrays` turns work one after the other: a step finds large arrays where the rest of
     it left them, in no cache, and a single set would stay in there. Small ones are read right after they are made."""
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     if size <= _WARM_BYTES:
         return 1
-    return max(1, min(_MOST_SETS, round(_COLD_BYTES / size)))
+    return max(1, min(_MOST_SETS, round(cold_bytes / size)))
 
 
 def _filled(array: Any, num_sets: int, mesh: Mesh, spec: PartitionSpec) -> Any:
