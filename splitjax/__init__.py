@@ -15,7 +15,7 @@ state, metrics = train_step(state, batch)
 - To train: `parallelize`, `value_and_grad`, `grad`, `per_microbatch`; `splitjax.nnx` and `splitjax.equinox` for steps
   over their modules.
 - To look: a step's `plan`, `report`, `memory`, `profile`, `advise` and `verify`; `Plan` and `Report`.
-- To decide yourself: `Rule`, `RuleSet` and `splitjax.rules`; `splitjax.sync`; `PartialBackprop`.
+- To decide yourself: `Rule`, `RuleSet` and `splitjax.rules`; `AutoMesh`; `splitjax.sync`; `PartialBackprop`.
 - What it does not know: `kernel`, `register_dims`, `register_primitive`.
 - Around the step: `splitjax.data`, `splitjax.models`, `splitjax.runtime` (loop, checkpoints, processes), `initialize`,
   `global_batch`, `splitjax.schedule` (many jobs on one cluster).
@@ -37,6 +37,7 @@ from splitjax.report.registration import register_documents
 from splitjax.runtime.launch.initialize import initialize, join_launched
 
 if TYPE_CHECKING:
+    from splitjax import choosing as choosing
     from splitjax import data as data
     from splitjax import equinox as equinox
     from splitjax import jax_kernels as jax_kernels
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from splitjax import nnx as nnx
     from splitjax import schedule as schedule
     from splitjax import sync as sync
+    from splitjax.choosing import AutoMesh
     from splitjax.lower.gradient import grad, value_and_grad
     from splitjax.partial import Advice, PartialBackprop
     from splitjax.plan import Plan
@@ -59,6 +61,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "AutoMesh",
     "PartialBackprop",
     "Plan",
     "Profile",
@@ -80,6 +83,7 @@ __all__ = [
 
 _PLACES = {
     "Advice": "partial",
+    "AutoMesh": "choosing.meshes",
     "PartialBackprop": "partial",
     "Plan": "plan",
     "Profile": "sync.analysis",
@@ -97,6 +101,7 @@ _PLACES = {
 # What `dir` shows of them: the modules that users name.
 _SHOWN = ("data", "equinox", "errors", "jax_kernels", "models", "nnx", "rules", "runtime", "schedule", "sync")
 _SUBMODULES = (
+    "choosing",
     "compile",
     "cost",
     "data",

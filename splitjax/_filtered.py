@@ -22,10 +22,11 @@ import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax._filtered_call import Call
+from splitjax._filtered_options import SharedChoice
+from splitjax.choosing import Choice
 from splitjax.compile.entry import CompileRecord
 from splitjax.compile.session import Session
 from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
-from splitjax.mesh import make_mesh
 from splitjax.parallel_step import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.partial.request import PartialBackprop
@@ -80,6 +81,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         self._parent = parent
         self._donates = parent is None and keywords["donate"]
         self._steps: dict[Any, ParallelStep] = {}
+        self._shared = SharedChoice(self._name, keywords, self._steps)
         self._used: list[ParallelStep] = []
         self._kept = Session()
         self._log = CallLog()
@@ -94,10 +96,16 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         """Returns the step of an object whose class has it as a method; see `ParallelStep.__get__`."""
         return self._methods.of(self, instance, owner)
 
-    @functools.cached_property
+    @property
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-        """The mesh as it was given, or made of its sizes when it is first needed."""
-        return self._parent.mesh if self._parent is not None else make_mesh(self._keywords["mesh"])
+        """The mesh as it was given, or made of its sizes when it is first needed. What `mesh="auto"` chose is there
+        once a call was planned; before that it is a `MeshError`."""
+        return self._parent.mesh if self._parent is not None else self._shared.mesh
+
+    @property
+    def choice(self) -> Choice | None:
+        """How `rules="auto"` or `mesh="auto"` chose; see `ParallelStep.choice`."""
+        return self._parent.choice if self._parent is not None else self._shared.choice
 
     @property
     def roles(self) -> Mapping[str, Role]:
@@ -119,7 +127,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         return tuple(dataclasses.replace(record, number=n) for n, record in enumerate(records, 1))
 
     def __repr__(self) -> str:
-        asked = (self._parent or self)._keywords
+        asked = (self._parent or self)._shared.keywords
         return step_words(self._name, asked["mesh"], asked["rules"], len(self.compiles))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -344,7 +352,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
 
     def _making(self, make_fn: Callable) -> Callable:
         """Returns `make_fn`, which may name axes of the mesh."""
-        return naming_axes(make_fn, self.mesh)
+        return naming_axes(make_fn, self.mesh if self._parent is not None else self._shared.nameable)
 
     def _made(self, states: Any, example: Sequence[Any]) -> tuple[Call, bool]:
         single = self._is_single(states)
@@ -389,7 +397,7 @@ class FilteredStep(abc.ABC, Generic[P, R]):
             fn, numbers = make()
             fn.__name__ = fn.__qualname__ = self._name
             if self._parent is None:
-                step = parallelize_arrays(fn, **{**self._keywords, "mesh": self.mesh}, **numbers)
+                step = parallelize_arrays(fn, **self._shared.keywords, **numbers)
             elif not self._parent._used:
                 raise PlanError(
                     "the training step has no plan yet, so there is nothing to be like",

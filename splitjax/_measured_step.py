@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from splitjax import _compat
+from splitjax.choosing import Choice
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.step_programs import StepPrograms
 from splitjax.mesh import with_devices
@@ -35,8 +36,15 @@ class MeasuredStep:
 
     @property
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-        """The mesh as it was given, or made of its sizes when it is first needed."""
+        """The mesh as it was given, or made of its sizes when it is first needed. What `mesh="auto"` chose is there
+        once a call was planned; before that it is a `MeshError`."""
         return self._programs.mesh
+
+    @property
+    def choice(self) -> Choice | None:
+        """How `rules="auto"` or `mesh="auto"` chose: what was compared, with seconds and bytes, and why each was taken
+        or not. It prints as a table. None where nothing was left to be chosen, and before a call was planned."""
+        return self._programs.choice
 
     @property
     def roles(self) -> Mapping[str, Role]:
@@ -129,6 +137,7 @@ class MeasuredStep:
         from splitjax.measure.job_profiling import JobRequest, profile_job
 
         request = JobRequest(name, num_workers, link, input_seconds, stages)
+        self._programs.decide(args)
         mesh = with_devices(self.mesh, f"{self._recipe.name}.job_profile")
         args = self._programs.logical_arguments(args)
         return profile_job(self._recipe.unpadded, mesh, self._states.check, args, request)

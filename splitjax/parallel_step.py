@@ -12,12 +12,13 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import jax
 
 from splitjax import _compat
 from splitjax._measured_step import MeasuredStep
+from splitjax.choosing import AutoMesh, mesh_asked_for
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_error
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
@@ -68,15 +69,16 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     def __init__(
         self,
         recipe: Recipe,
-        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | AutoMesh | Literal["auto"] | None,
         parent: ParallelStep[..., Any] | None = None,
         decorate: Callable[[Callable[..., Any]], ParallelStep[..., Any]] | None = None,
     ) -> None:
         functools.update_wrapper(self, recipe.fn)
-        if mesh is not None:
-            check_mesh(mesh)  # a malformed mesh fails here, not at the first call; devices are looked at later
+        asked = mesh_asked_for(mesh)
+        if asked is not None and not isinstance(asked, AutoMesh):
+            check_mesh(asked)  # a malformed mesh fails here, not at the first call; devices are looked at later
         self._recipe = recipe
-        self._programs = StepPrograms(recipe, mesh, None if parent is None else parent._programs)
+        self._programs = StepPrograms(recipe, asked, None if parent is None else parent._programs)
         self._verified: set[Any] = set()  # signatures that were compared with one device, and the ids of their entries
         self._states = GivenStates(recipe.name, recipe.options, recipe.donate)
         self._spans_processes: bool | None = None  # until the mesh was seen to have devices
@@ -110,7 +112,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         return tuple(self._programs.compiles)
 
     def __repr__(self) -> str:
-        return step_words(self._recipe.name, self._programs.asked_mesh, self._recipe.rules, len(self.compiles))
+        return step_words(self._recipe.name, self._programs.asked_mesh, self.rules, len(self.compiles))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(args, kwargs, sys._getframe(1))
@@ -121,6 +123,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         if kwargs or self._recipe.keywords:
             args = positional(self._recipe.fn, args, kwargs)
         if self._spans_processes is None:  # said before the batch is held against the mesh
+            self._programs.decide(args)
             self._spans_processes = with_devices(self.mesh, f"call of {self._recipe.name}").is_multi_process
         entry = self._programs.settled(self._programs.last or self._programs.entry(args))
         if self._recipe.donate and self._states.check(args):  # before the call: see `compile.placement.unshare`
@@ -218,8 +221,9 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         backpropagation what runs first after the warm-up."""
         from splitjax.report.value import make_report  # it is loaded when it is first used
 
-        mesh = with_devices(self.mesh, f"{self._recipe.name}.report", runs=False)
         args = positional(self._recipe.fn, args, kwargs)
+        self._programs.decide(args)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.report", runs=False)
         entry = self._programs.entry(args)
         program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
         with _compat.metadata_in_cache_key(mesh.devices.flat[0]):
@@ -268,7 +272,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         - `init_fn`: `init_fn(key)` returns the state, or the states in `state_argnums` order.
         - `example`: all non-state arguments of the step, in order: arrays or `ShapeDtypeStruct`s.
         """
-        return init_state(self._programs.entry, self._recipe, self.mesh, init_fn, init_args, example)
+        return init_state(self._programs, init_fn, init_args, example)
 
     @overload
     def place(self, state: S, /, *, example: Sequence[Any]) -> S: ...
@@ -278,7 +282,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     def place(self, *states: Any, example: Sequence[Any]) -> Any:
         """Puts existing `states` onto the plan (copies: the originals stay usable). `example`: all other arguments of
         the step, in order. Returns one state, or a tuple of them."""
-        return place_state(self._programs.entry, self._recipe, self.mesh, states, example)
+        return place_state(self._programs, states, example)
 
     @overload
     def logical(self, state: S, /) -> S: ...
@@ -324,7 +328,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     def abstract_state(self, init_fn: Callable[..., Any], *init_args: Any, example: Sequence[Any]) -> Any:
         """Describes the states that `init_fn(*init_args)` makes as `ShapeDtypeStruct`s with their shardings, for one's
         own orbax restore. `example`: all other arguments of the step, in order. Nothing is computed."""
-        return abstract_state(self._programs.entry, self._recipe, self.mesh, init_fn, init_args, example)
+        return abstract_state(self._programs, init_fn, init_args, example)
 
     def like(
         self,

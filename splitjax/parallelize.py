@@ -39,7 +39,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     - `fn`: the step. It takes states, batches and other arguments and returns its new states among its results.
     - `mesh`: `{"axis": size}`, where one size may be -1, a `jax.sharding.Mesh` with axes of any type, an `AbstractMesh`
-      to plan and lower for, or None for all devices on the axis `data` (docs/meshes.md).
+      to plan and lower for, or None for all devices on the axis `data` (docs/meshes.md). `"auto"`, or an
+      `splitjax.AutoMesh`, chooses the sizes of its axes by predicted seconds when the first call is planned; later
+      calls keep them (docs/choosing.md).
     - `roles`: what axes of the mesh are for whose names do not tell it: `{"x": "tensor"}`, with `"data"`, `"storage"`,
       `"tensor"`, `"expert"`, `"sequence"` or `"stage"` (docs/meshes.md).
     - `rules`: the name of a rule set, the path of a TOML file, or a `RuleSet`. It gives every parameter its sharding.
@@ -70,8 +72,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       It changes the numbers (docs/partial_backpropagation.md).
     - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature
       (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
-
-    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"`: a layout is
+    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"` or `mesh="auto"`: a layout is
       chosen only if the upper bound of the memory of its plan is within, and a `BudgetError` says so where none is.
 
     **Returns** a `ParallelStep`, called like the step itself.

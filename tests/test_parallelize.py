@@ -17,7 +17,6 @@ from splitjax.errors import (
     SplitjaxError,
     StateError,
     TraceError,
-    UnavailableError,
     UnknownPrimitiveError,
 )
 from splitjax.primitives.table import OPERATIONS
@@ -217,11 +216,6 @@ def test_collectives_of_pmap():
         return {"w": jax.lax.pmean(state["w"], "batch")}, batch.sum()
 
     complains(TraceError, "global batch|pmap", lambda: splitjax.parallelize(pmapped, mesh=MESH)(fresh(), BATCH))
-
-
-@pytest.mark.parametrize("options", [{"mesh": "auto"}], ids=str)
-def test_documented_options_of_later_versions(options):
-    complains(UnavailableError, "not part of this version|planner", lambda: splitjax.parallelize(step, **options))
 
 
 @pytest.mark.parametrize(

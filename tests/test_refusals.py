@@ -22,11 +22,15 @@ OLD_FILE = "the file is left aside, whatever is wrong with it"
 
 # Where one of the package's own errors is caught and not raised again: how often, and why.
 CAUGHT = {
-    "choosing/choosing.py: _baselines": (
+    "choosing/choosing.py: _given": (
         1,
-        "a shipped rule set that a step does not take is no candidate, and why is shown",
+        "a rule set that a step does not take on a mesh is no candidate there, and why is shown",
     ),
     "cli/__init__.py: main": (1, ENDS_A_COMMAND),
+    "compile/choosing.py: _Places.priced": (
+        1,
+        "a mesh on which an annotation cannot be kept is no candidate, and why is shown",
+    ),
     "compile/choosing.py: build_chosen": (
         1,
         "rules that do not go with the step's options are no candidate: the next ones are tried",

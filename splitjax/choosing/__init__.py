@@ -1,17 +1,24 @@
 """Chooses the rules of a step by predicted seconds, within a budget of memory, by `splitjax.search`."""
 
-from splitjax.choosing.choice import Candidate, Choice, Variable
-from splitjax.choosing.choosing import choose_mesh, choose_rules, mesh_shapes, over_budget, rank_rules
+from splitjax.choosing.choice import Answer, Candidate, Choice, Refused, Variable
+from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
+from splitjax.choosing.layering import Pricing
+from splitjax.choosing.meshes import AutoMesh, mesh_asked_for, mesh_shapes
 from splitjax.choosing.prices import Prices
 
 __all__ = [
+    "Answer",
+    "AutoMesh",
     "Candidate",
     "Choice",
     "Prices",
+    "Pricing",
+    "Refused",
     "Variable",
     "choose_mesh",
     "choose_rules",
+    "mesh_asked_for",
     "mesh_shapes",
     "over_budget",
-    "rank_rules",
+    "rank",
 ]

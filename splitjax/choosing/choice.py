@@ -1,11 +1,17 @@
-"""Holds what was chosen for a step, among what, and how good it is proven to be."""
+"""Holds what was chosen for a step, among what, and how good it is proven to be.
+
+It prints as a table of everything that was compared (`report.prediction.choice` makes it), and gives the lines that a
+plan notes of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from splitjax.display import registry
+from splitjax.display.figures import bytes_text
 from splitjax.mesh import MeshShape
 from splitjax.rules.ruleset import AUTO, RuleSet
 
@@ -33,7 +39,8 @@ class Candidate:
     """Is a rule set on a mesh with what it was predicted to take.
 
     **Attributes:** `seconds`: of a step. `state_bytes`: of a device's states, exactly. `peak_bytes`: of a device, as a
-    sum of all that the step stores.
+    sum of all that the step stores. `bound_bytes`: what a device needs at most, by the lifetimes of the lowered step;
+    None where it was not lowered to find out.
     """
 
     rules: RuleSet
@@ -41,6 +48,7 @@ class Candidate:
     seconds: float
     state_bytes: int
     peak_bytes: int
+    bound_bytes: int | None = None
 
     @property
     def name(self) -> str:
@@ -50,41 +58,78 @@ class Candidate:
         over = "all devices" if self.rules.replicated_batch == "all" else "data"
         return f"{AUTO} (examples of whole layers over {over})"
 
+    @property
+    def needed_bytes(self) -> int:
+        """What a device needs: at most, where that is known, and as a sum else."""
+        return self.peak_bytes if self.bound_bytes is None else self.bound_bytes
+
     def fits(self, budget_bytes: float) -> bool:
         """Whether a device needs at most `budget_bytes`."""
-        return self.peak_bytes <= budget_bytes
+        return self.needed_bytes <= budget_bytes
+
+    def is_as(self, other: Candidate) -> bool:
+        """Whether it is the same rules on the same mesh as `other`."""
+        return self.mesh == other.mesh and self.rules == other.rules
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """Is what a search chose.
+class Answer:
+    """Is what the search says of a network: the rules as a whole, the variables, and the proof.
 
-    **Attributes:**
-
-    - `best`: the rules and the mesh, with their seconds and bytes.
-    - `candidates`: what was compared by its whole prediction, the fastest first: the answers of the search, and the
-      shipped rule sets, also those that do not fit.
-    - `answers`: those of the search, one a mesh and a way to lay the batch.
-    - `refused`: (rule set, why) of those that this step or mesh does not take.
-    - `variables`: of the last search on the mesh of `best`; those of the shipped sets are points of the same kind.
-    - `network_seconds`, `bound_seconds`: what the search's answer costs as a sum over layers and neighbours, and what
-      no assignment that fits costs less than. `solver`: who proved it.
-    - `clock_struck`: whether the clock and not the limit of work ended the search.
-    - `dropped`: meshes that were not searched, as their lower bound is above `best`.
-    - `budget_bytes`: of a device; infinity without one.
+    **Attributes:** `network_seconds`, `bound_seconds`: what it costs as a sum over layers and neighbours, and what no
+    assignment that fits costs less than. `solver`: who proved it. `clock_struck`: whether the clock and not the limit
+    of work ended the search.
     """
 
-    best: Candidate
-    candidates: tuple[Candidate, ...]
-    answers: tuple[Candidate, ...]
-    refused: tuple[tuple[str, str], ...]
+    candidate: Candidate
     variables: tuple[Variable, ...]
     network_seconds: float
     bound_seconds: float
     solver: str
     clock_struck: bool
+
+    @property
+    def gap(self) -> float:
+        """How much cheaper the best assignment could be, relative to this one; 0 is proven best."""
+        if not self.network_seconds > self.bound_seconds:
+            return 0.0
+        return (self.network_seconds - self.bound_seconds) / self.network_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Is a rule set that was no candidate on a mesh. `mesh`: None for any of them. `why`: in words."""
+
+    rules: str
+    mesh: MeshShape
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Choice:
+    """Is what was chosen: the mesh, the rules or both, with all that was compared. It prints as a table.
+
+    **Attributes:**
+
+    - `best`: the rules and the mesh that were taken, with their seconds and bytes.
+    - `candidates`: what was compared by its whole prediction, the fastest first: the answers of the search, and the
+      shipped rule sets, also those that do not fit; where rules were given, these on every mesh.
+    - `answers`: those of the search, one a mesh and a way to lay the batch. None where the rules were given.
+    - `refused`: the rule sets that this step or a mesh does not take.
+    - `meshes`: those among which it was chosen. `dropped`: those of them that were not searched, as their lower bound
+      is above `best`.
+    - `budget_bytes`: of a device; infinity without one.
+    - `given`: the name of the rules where they were given; empty where they were chosen.
+    """
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    answers: tuple[Answer, ...]
+    refused: tuple[Refused, ...]
+    meshes: tuple[MeshShape, ...]
     dropped: tuple[MeshShape, ...] = ()
     budget_bytes: float = math.inf
+    given: str = ""
 
     @property
     def rules(self) -> RuleSet:
@@ -92,32 +137,123 @@ class Choice:
         return self.best.rules
 
     @property
+    def mesh(self) -> MeshShape:
+        """The mesh that was chosen."""
+        return self.best.mesh
+
+    @property
+    def proof(self) -> Answer | None:
+        """The best answer of the search on the mesh that was taken; None where nothing was searched there."""
+        here = [each for each in self.answers if each.candidate.mesh == self.mesh]
+        return min(here, key=lambda each: each.candidate.seconds, default=None)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The decisions of the search on the mesh that was taken; those of shipped sets are points of the same kind."""
+        return () if self.proof is None else self.proof.variables
+
+    @property
     def gap(self) -> float:
         """How much cheaper the best assignment of the search's problem could be, relative to its answer; 0 is proven
         best, infinity that nothing is known."""
-        if self.solver == NO_SOLVER:
-            return math.inf
-        if not self.network_seconds > self.bound_seconds:
-            return 0.0
-        return (self.network_seconds - self.bound_seconds) / self.network_seconds
+        return math.inf if self.proof is None else self.proof.gap
 
-    def lines(self, taken: Candidate | None = None) -> Iterator[str]:
-        """Yields what a plan notes of it, a line each. `taken`: of the candidates, which the plan is by; None: the
-        best."""
-        taken = self.best if taken is None else taken
-        yield f'rules="auto" chose {taken.name} on {taken.mesh}: predicted {1e3 * taken.seconds:.4g} ms'
-        others = [f"{each.name} {1e3 * each.seconds:.4g} ms" for each in self.candidates if each != taken]
+    @property
+    def solver(self) -> str:
+        """Who proved the gap."""
+        return NO_SOLVER if self.proof is None else self.proof.solver
+
+    @property
+    def clock_struck(self) -> bool:
+        """Whether the clock and not the limit of work ended a search."""
+        return any(each.clock_struck for each in self.answers)
+
+    def __repr__(self) -> str:
+        return f"<Choice of {self.best.name} on {self.mesh} among {len(self.candidates)} candidates>"
+
+    def __str__(self) -> str:
+        return registry.show(self)
+
+    def _repr_html_(self) -> str:
+        return registry.html(self)
+
+    def taking(self, taken: Candidate, lowered: Sequence[Candidate]) -> Choice:
+        """Returns the choice with what is `taken` in the end. `lowered`: the candidates of which it was found out what
+        a device needs at most."""
+        known = lambda each: next((other for other in lowered if other.is_as(each)), each)
+        return dataclasses.replace(self, best=taken, candidates=tuple(map(known, self.candidates)))
+
+    def best_of(self, mesh: MeshShape) -> Candidate | None:
+        """Returns the fastest candidate on a mesh, whether it fits or not; None where there is none."""
+        return next((each for each in self.candidates if each.mesh == mesh), None)
+
+    def verdict(self, candidate: Candidate) -> str:
+        """Returns why a candidate was taken, or was not."""
+        if candidate.is_as(self.best):
+            return "taken"
+        if math.isinf(self.budget_bytes) or candidate.fits(self.budget_bytes):
+            return "slower" if candidate.seconds > self.best.seconds else "as fast"
+        if candidate.bound_bytes is not None:
+            return "needs more than the budget"
+        if candidate.state_bytes > self.budget_bytes:
+            return "its states alone need more than the budget"
+        return "slower, and needs more than the budget by the sum"
+
+    def lines(self) -> Iterator[str]:
+        """Yields what a plan notes of it, a line each."""
+        best, chosen = self.best, 'rules="auto"' if not self.given else 'mesh="auto"'
+        if not self.given and len(self.meshes) > 1:
+            chosen = 'mesh="auto" with rules="auto"'
+        by = f"{best.mesh} for rules {best.name}" if self.given else f"{best.name} on {best.mesh}"
+        yield f"{chosen} chose {by}: predicted {1e3 * best.seconds:.4g} ms"
+        if len(self.meshes) > 1:
+            yield from self._about_meshes()
+        if not self.given:
+            yield from self._about_rules()
+        yield from self._about_budget()
+
+    def _about_meshes(self) -> Iterator[str]:
+        found = {mesh: self.best_of(mesh) for mesh in self.meshes if mesh != self.mesh}
+        named = [
+            f"{mesh} {1e3 * best.seconds:.4g} ms" + (f" by {best.name}" if not self.given else "")
+            for mesh, best in found.items()
+            if best is not None
+        ]
+        if named:
+            yield f"other meshes: {'; '.join(named)}"
+        for mesh, best in found.items():
+            if best is None:
+                why = next((each.why for each in self.refused if each.mesh == mesh), "it takes no rules")
+                yield f"no layout on {mesh}: {why}"
+
+    def _about_rules(self) -> Iterator[str]:
+        best, proof = self.best, self.proof
+        others = [each for each in self.candidates if each.mesh == best.mesh and not each.is_as(best)]
         if others:
-            yield f"compared with {', '.join(others[:_SHOWN])}"
-        ended = ", ended by the clock" if self.clock_struck else ""
+            listed = ", ".join(f"{each.name} {1e3 * each.seconds:.4g} ms" for each in others[:_SHOWN])
+            yield f"compared with {listed}"
+        if proof is None:
+            return
+        ended = ", ended by the clock" if proof.clock_struck else ""
         yield (
-            f"the search decided {len(self.variables)} variables by {self.solver}{ended}, with a certified gap of"
-            f" {100 * self.gap:.3g} %: no assignment has a sum of seconds over layers and pairs of neighbours that is"
+            f"the search decided {len(proof.variables)} variables by {proof.solver}{ended}, with a certified gap of"
+            f" {100 * proof.gap:.3g} %: no assignment has a sum of seconds over layers and pairs of neighbours that is"
             " smaller by more than that"
         )
-        if taken not in self.answers:
+        if not any(each.candidate.is_as(best) for each in self.answers):
             yield "a shipped rule set is taken, not the search's answer, whose values follow"
-        for each in self.variables:
+        for each in proof.variables:
             more = f" and {len(each.layers) - 1} like it" if len(each.layers) > 1 else ""
             rest = "; ".join(value for value in each.values if value != each.chosen)
             yield f"{each.name}{more}: {each.chosen}" + (f" (it could be: {rest})" if rest else "")
+
+    def _about_budget(self) -> Iterator[str]:
+        too_large = [
+            each
+            for each in self.candidates
+            if each.bound_bytes is not None and not each.fits(self.budget_bytes) and not each.is_as(self.best)
+        ]
+        if too_large:
+            on = (lambda each: f" on {each.mesh}") if len(self.meshes) > 1 else (lambda _: "")
+            named = ", ".join(f"{each.name}{on(each)} at most {bytes_text(each.needed_bytes)}" for each in too_large)
+            yield f"faster, and not within {bytes_text(int(self.budget_bytes))}: {named}"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from splitjax.choosing.choice import Candidate, Variable
+from splitjax.choosing.choice import Answer, Candidate, Variable
 from splitjax.choosing.domain import Group, rule_set
 from splitjax.choosing.prices import Prices
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
@@ -48,18 +48,6 @@ class Pricing:
         """Returns `rules` with what the `prediction` of them takes."""
         memory = prediction.memory
         return Candidate(rules, self.mesh, self.prices.seconds(prediction), memory.state_bytes, memory.peak_bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """Is what the search says of one network: the rules as a whole, the variables, and the proof."""
-
-    candidate: Candidate
-    variables: tuple[Variable, ...]
-    network_seconds: float
-    bound_seconds: float
-    solver: str
-    clock_struck: bool
 
 
 def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:

@@ -1,8 +1,8 @@
-"""Decides the rules of a step that leaves them to be chosen (`rules="auto"`), when the first call is planned.
+"""Decides what a step leaves to be chosen, its rules, its mesh or both, when the first call is planned.
 
-A recipe and the traced call come in; the recipe with the chosen rules comes out, with what was built by them. The
-choice depends on the trace, the mesh and the options alone and ends by a limit of work, so that processes that run one
-program choose alike.
+A recipe, what is asked for as a mesh, and a call come in; the recipe with the chosen rules, the mesh and what was built
+by them come out. The choice depends on the call, the number of devices and the options alone and ends by a limit of
+work, so that processes that run one program choose alike.
 
 With a budget the search goes by a sum of all that a step stores, which is quick. What is taken must fit by the
 lifetimes of the lowered step, as its plan shows them: the candidates are lowered, the fastest first, until the upper
@@ -13,60 +13,94 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
-from jax.sharding import AbstractMesh, Mesh
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from splitjax.choosing import Candidate, Prices, over_budget, rank_rules
-from splitjax.compile.building import plan_request
+from splitjax.choosing import AutoMesh, Candidate, Choice, Prices, Pricing, Refused, over_budget, rank
 from splitjax.compile.entry import CompiledEntry, Recipe
-from splitjax.display.figures import bytes_text
-from splitjax.errors import SplitjaxError
-from splitjax.lower.strategies import CHOOSER
-from splitjax.mesh import inside_mesh, platform_of
-from splitjax.planning.draft import Draft
+from splitjax.errors import MeshError, PinError, SplitjaxError
+from splitjax.mesh import MeshShape, make_mesh, platform_of
+from splitjax.rules.pins import resolve
 from splitjax.rules.ruleset import TO_BE_CHOSEN
-from splitjax.step.traced import Traced
+from splitjax.step.arguments import Bound
+from splitjax.step.traced import Traced, trace_anywhere, trace_step
 
 T = TypeVar("T")
+# Makes the draft and the entry of a recipe on a mesh from a traced call, with lines for the notes of the plan.
+Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[T, CompiledEntry]]
 
 
-def build_chosen(
-    recipe: Recipe,
-    mesh: Mesh | AbstractMesh,
-    traced: Traced,
-    build: Callable[[Recipe, tuple[str, ...]], tuple[T, CompiledEntry]],
-) -> tuple[Recipe, T, CompiledEntry]:
-    """Returns the recipe of a training step with its rules decided, and what `build` makes of it.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decided(Generic[T]):
+    """Is a step with nothing left to be chosen.
 
-    **Arguments:** `recipe`: the step. `mesh`: its devices. `traced`: the call, traced. `build`: makes the draft and the
-    entry of a recipe, with lines for the notes of the plan.
+    **Attributes:** `recipe`: with its rules. `mesh`: its devices, or an abstract mesh. `made`, `entry`: what was built
+    by them. `choice`: how they were chosen.
+    """
+
+    recipe: Recipe
+    mesh: Mesh | AbstractMesh
+    made: T
+    entry: CompiledEntry
+    choice: Choice
+
+
+def nameable_mesh(asked: AutoMesh) -> AbstractMesh:
+    """Returns a mesh of one device with the axes of the mesh that is to be chosen: for what may name them before it
+    is."""
+    return AbstractMesh((1,) * len(asked.axes), asked.axes, axis_types=(AxisType.Auto,) * len(asked.axes))
+
+
+def mesh_not_chosen(name: str) -> MeshError:
+    """Returns the error for a mesh that is needed before it is chosen. `name`: of the step."""
+    return MeshError(
+        "the mesh is chosen when the first call is planned, and none has been yet",
+        value="auto",
+        place=f"mesh of {name}",
+        remedy="call step.init(init_fn, key, example=(batch,)), step.plan(state, batch) or the step before what needs"
+        ' its mesh, or give sizes: mesh={"data": 2, "model": 4}',
+    )
+
+
+def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: Bound, build: Build[T]) -> Decided[T]:
+    """Chooses what a training step leaves open, and builds it.
+
+    **Arguments:** `recipe`: the step; its rules are chosen where they are `TO_BE_CHOSEN`. `asked`: its mesh, or what is
+    asked for in its place. `bound`: the call that is planned, taken apart. `build`: builds the step.
 
     Raises `BudgetError` where no layout that was found fits into `memory_budget`, and what `build` raises."""
-    if recipe.rules != TO_BE_CHOSEN or recipe.pinned is not None:
-        return recipe, *build(recipe, ())
-    platform, budget = platform_of(mesh), recipe.memory_budget_bytes
-    draft = Draft.of(traced, inside_mesh(mesh), plan_request(recipe, platform), CHOOSER)
-    choice = rank_rules(traced.graph, draft.shape, Prices.of_platform(platform), budget, draft.pins.by_path)
+    places = _Places(recipe, asked, bound)
+    budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
+    pricings, refused = places.priced()
+    choice = rank(pricings, rules=rules, refused=refused, budget_bytes=budget)
     if math.isinf(budget):
-        decided = dataclasses.replace(recipe, rules=choice.rules)
-        return decided, *build(decided, tuple(choice.lines()))
-    too_large: list[tuple[int, Candidate]] = []
-    # Those whose states alone are over the budget are built last, to tell which of all needs least.
-    hopeless = [each for each in choice.candidates if each.state_bytes > budget]
-    for candidate in (*(each for each in choice.candidates if each not in hopeless), *hopeless):
-        decided = dataclasses.replace(recipe, rules=candidate.rules)
+        return places.built(choice, build)
+    lowered: list[Candidate] = []
+    for candidate in _in_turn(choice, lowered):
         try:
-            made, entry = build(decided, (*choice.lines(candidate), *_larger(too_large, budget)))
+            decided = places.built(choice.taking(candidate, lowered), build)
         except SplitjaxError:
             continue  # the options of the step and these rules do not go together
-        needed = _most_bytes(entry)
-        if needed <= budget:
-            return decided, made, entry
-        too_large.append((needed, candidate))
-    least, by = min(too_large, key=lambda each: each[0], default=(choice.best.peak_bytes, choice.best))
-    raise over_budget(budget, least, f"{by.name} on {by.mesh}", traced.graph.num_examples)
+        needed = dataclasses.replace(candidate, bound_bytes=_most_bytes(decided.entry))
+        lowered.append(needed)
+        if needed.fits(budget):
+            return dataclasses.replace(decided, choice=choice.taking(needed, lowered))
+    smallest = min(lowered, key=lambda each: each.needed_bytes, default=choice.best)
+    raise over_budget(budget, smallest, places.graph.num_examples)
+
+
+def _in_turn(choice: Choice, lowered: list[Candidate]) -> Iterator[Candidate]:
+    """Yields the candidates in the order in which they are lowered: the fastest first. Those whose states alone are
+    over the budget come last, to tell which of all needs least; what cannot be that any more is left out."""
+    hopeless = [each for each in choice.candidates if each.state_bytes > choice.budget_bytes]
+    yield from (each for each in choice.candidates if each.state_bytes <= choice.budget_bytes)
+    for candidate in sorted(hopeless, key=lambda each: each.state_bytes):
+        least = min((each.needed_bytes for each in lowered), default=math.inf)
+        if candidate.state_bytes < least:
+            yield candidate
 
 
 def _most_bytes(entry: CompiledEntry) -> int:
@@ -75,9 +109,58 @@ def _most_bytes(entry: CompiledEntry) -> int:
     return memory.peak_bytes if memory.bound_bytes is None else memory.bound_bytes
 
 
-def _larger(too_large: list[tuple[int, Candidate]], budget_bytes: float) -> tuple[str, ...]:
-    """Returns a line for the plan on candidates that are faster and do not fit."""
-    if not too_large:
-        return ()
-    named = ", ".join(f"{each.name} at most {bytes_text(needed)}" for needed, each in too_large)
-    return (f"faster, and not within {bytes_text(int(budget_bytes))}: {named}",)
+class _Places:
+    """The meshes on which a call can be laid out, with the call traced for each.
+
+    **Arguments:** `recipe`, `asked`, `bound`: as for `build_chosen`.
+    """
+
+    def __init__(self, recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: Bound) -> None:
+        self._recipe, self._bound = recipe, bound
+        self._meshes: dict[MeshShape, Mesh | AbstractMesh] = {}
+        self._fixed = None if isinstance(asked, AutoMesh) else asked
+        if isinstance(asked, AutoMesh):
+            self._traced, self._names_axes = trace_anywhere(recipe, bound, nameable_mesh(asked))
+            shapes = asked.shapes(len(jax.devices()) if asked.num_devices is None else asked.num_devices)
+        else:
+            self._traced, self._names_axes = trace_step(recipe, bound, mesh=asked), False
+            shapes = (MeshShape.of(asked),)
+        self._shapes = [shape.with_roles(recipe.roles) for shape in shapes]
+        self.graph = self._traced.graph
+
+    def priced(self) -> tuple[list[Pricing], list[Refused]]:
+        """Returns the step on each mesh with the prices of its machine, and the meshes on which it cannot be what the
+        user pinned."""
+        prices = Prices.of_platform(jax.default_backend() if self._fixed is None else platform_of(self._fixed))
+        pricings: list[Pricing] = []
+        errors: list[tuple[MeshShape, PinError]] = []
+        for shape in self._shapes:
+            try:
+                pins = resolve(self._traced_on(shape).said, self.graph, shape).by_path
+            except PinError as error:
+                errors.append((shape, error))
+            else:
+                pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state))
+        if not pricings:
+            raise errors[0][1]
+        return pricings, [Refused("any", shape, str(error).splitlines()[0]) for shape, error in errors]
+
+    def built(self, choice: Choice, build: Build[T]) -> Decided[T]:
+        """Builds the step as it was chosen."""
+        mesh = self._mesh(choice.mesh)
+        traced = trace_step(self._recipe, self._bound, mesh=mesh) if self._names_axes else self._traced_on(choice.mesh)
+        decided = dataclasses.replace(self._recipe, rules=choice.rules)
+        made, entry = build(decided, mesh, traced, tuple(choice.lines()))
+        return Decided(decided, mesh, made, entry, choice)
+
+    def _mesh(self, shape: MeshShape) -> Mesh | AbstractMesh:
+        if self._fixed is not None:
+            return self._fixed
+        if shape not in self._meshes:
+            self._meshes[shape] = make_mesh(dict(shape.axes))
+        return self._meshes[shape]
+
+    def _traced_on(self, shape: MeshShape) -> Traced:
+        if self._fixed is not None:
+            return self._traced
+        return self._traced.said_on(self._mesh(shape))

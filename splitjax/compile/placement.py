@@ -7,7 +7,7 @@ descriptions) in the plan's layout come out, so that the first call of the step 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +25,49 @@ from splitjax.step.processes import on_mesh
 from splitjax.step.traced import naming_axes
 
 Arguments = tuple[Any, ...]
-EntryFor = Callable[[Arguments], CompiledEntry]  # the entry of a step for positional arguments
 
 
-def init_state(
-    entry_for: EntryFor,
-    recipe: Recipe,
-    mesh: Mesh | AbstractMesh,
-    init_fn: Callable[..., Any],
-    init_args: Arguments,
-    example: Sequence[Any],
-) -> Any:
+class Planner(Protocol):
+    """Names what placing asks of the programs of a step (`compile.step_programs`)."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """Returns the step and its options."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """Returns its mesh. One that is to be chosen is there once a call was planned."""
+        ...
+
+    @property
+    def nameable(self) -> Mesh | AbstractMesh:
+        """Returns a mesh with the axes of the step's, at any time."""
+        ...
+
+    def decide(self, args: Arguments) -> None:
+        """Chooses the mesh by positional arguments of the step, where it is left to be chosen."""
+        ...
+
+    def entry(self, args: Arguments) -> CompiledEntry:
+        """Returns the entry of the step for positional arguments."""
+        ...
+
+
+def init_state(programs: Planner, init_fn: Callable[..., Any], init_args: Arguments, example: Sequence[Any]) -> Any:
     """Creates the states of a step, sharded as the plan says (`ParallelStep.init`).
 
     **Arguments:**
 
-    - `entry_for`: gives the entry of the step for positional arguments. `recipe`: the step. `mesh`: its devices.
+    - `programs`: of the step.
     - `init_fn`, `init_args`: `init_fn(*init_args)` makes the state, or a tuple of all states in `state_argnums` order.
     - `example`: all arguments of the step that are no states, in order: arrays or `ShapeDtypeStruct`s.
 
     Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
-    with_devices(mesh, f"{recipe.name}.init")
-    _, stored = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+    made, arguments = _described(programs, init_fn, init_args, example)
+    programs.decide(arguments)
+    mesh = with_devices(programs.mesh, f"{programs.recipe.name}.init")
+    stored = _as_made(made, _stored(programs, arguments))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, stored)
 
     def create(*args: Any) -> Any:
@@ -59,30 +80,22 @@ def init_state(
     return name_layout(jax.jit(create, out_shardings=shardings)(*init_args), shardings)
 
 
-def abstract_state(
-    entry_for: EntryFor,
-    recipe: Recipe,
-    mesh: Mesh | AbstractMesh,
-    init_fn: Callable[..., Any],
-    init_args: Arguments,
-    example: Sequence[Any],
-) -> Any:
+def abstract_state(programs: Planner, init_fn: Callable[..., Any], init_args: Arguments, example: Sequence[Any]) -> Any:
     """Describes the states that `init_state` would create as `ShapeDtypeStruct`s with shardings
-    (`ParallelStep.abstract_state`). `entry_for`, `recipe`, `mesh`, `init_fn`, `init_args`, `example`: as there."""
-    abstract, stored = _planned(entry_for, recipe, mesh, init_fn, init_args, example)
+    (`ParallelStep.abstract_state`). `programs`, `init_fn`, `init_args`, `example`: as there."""
+    made, arguments = _described(programs, init_fn, init_args, example)
+    stored = _as_made(made, _stored(programs, arguments))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, stored)
-    described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.shape, x.dtype, sharding=s.sharding), abstract, stored)
+    described = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.shape, x.dtype, sharding=s.sharding), made, stored)
     return name_layout(described, shardings)
 
 
-def place_state(
-    entry_for: EntryFor, recipe: Recipe, mesh: Mesh | AbstractMesh, states: Arguments, example: Sequence[Any]
-) -> Any:
-    """Copies `states`, in `state_argnums` order, to where the plan wants them (`ParallelStep.place`). `entry_for`,
-    `recipe`, `mesh`, `example`: as for `init_state`. Returns the state, or the tuple of all states.
+def place_state(programs: Planner, states: Arguments, example: Sequence[Any]) -> Any:
+    """Copies `states`, in `state_argnums` order, to where the plan wants them (`ParallelStep.place`). `programs`,
+    `example`: as for `init_state`. Returns the state, or the tuple of all states.
 
     Raises `StateError` where states or example are not as many as the step takes, `MeshError` for an abstract mesh."""
-    with_devices(mesh, f"{recipe.name}.place")
+    recipe = programs.recipe
     numbers = recipe.options.state_argnums
     if len(states) != len(numbers):
         raise StateError(
@@ -93,9 +106,11 @@ def place_state(
         )
     # Where the states lie now pins nothing: they are to be moved.
     bare = tuple(jax.tree.map(_anywhere, state) for state in states)
-    arguments = with_states(recipe.fn, recipe.options.state_argnums, bare, example)
+    arguments = with_states(recipe.fn, numbers, bare, example)
+    programs.decide(arguments)
+    with_devices(programs.mesh, f"{recipe.name}.place")
     moved = []
-    for state, stored in zip(states, _stored(entry_for(arguments), recipe, mesh), strict=True):
+    for state, stored in zip(states, _stored(programs, arguments), strict=True):
         where = jax.tree.map(lambda leaf: leaf.sharding, stored)
         moved.append(name_layout(jax.tree.map(_copy_to, state, stored), where))
     return moved[0] if len(moved) == 1 else tuple(moved)
@@ -134,38 +149,41 @@ def unshare(args: Arguments, state_argnums: Sequence[int]) -> Arguments:
     return tuple(jax.tree.map(own, arg) if number in state_argnums else arg for number, arg in enumerate(args))
 
 
-def _planned(
-    entry_for: EntryFor,
-    recipe: Recipe,
-    mesh: Mesh | AbstractMesh,
-    init_fn: Callable[..., Any],
-    init_args: Arguments,
-    example: Sequence[Any],
-) -> tuple[Any, Any]:
-    """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and how it is stored, with shardings."""
-    abstract = jax.eval_shape(naming_axes(init_fn, mesh), *init_args)
-    single = len(recipe.options.state_argnums) == 1
-    if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(recipe.options.state_argnums)):
+def _described(
+    programs: Planner, init_fn: Callable[..., Any], init_args: Arguments, example: Sequence[Any]
+) -> tuple[Any, Arguments]:
+    """Returns what `init_fn` makes, as `ShapeDtypeStruct`s without weak types, and the positional arguments of the step
+    with it."""
+    recipe = programs.recipe
+    numbers = recipe.options.state_argnums
+    abstract = jax.eval_shape(naming_axes(init_fn, programs.nameable), *init_args)
+    single = len(numbers) == 1
+    if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(numbers)):
         raise StateError(
-            f"init_fn must return the {len(recipe.options.state_argnums)} states in state_argnums order",
+            f"init_fn must return the {len(numbers)} states in state_argnums order",
             value=jax.tree.structure(abstract),
             place=f"{recipe.name}.init",
             remedy="return a tuple with one state per state argument",
         )
-    strong = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
-    states = (strong,) if single else tuple(strong)
-    stored = _stored(entry_for(with_states(recipe.fn, recipe.options.state_argnums, states, example)), recipe, mesh)
-    return strong, stored[0] if single else type(abstract)(stored)
+    made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
+    return made, with_states(recipe.fn, numbers, (made,) if single else tuple(made), example)
 
 
-def _stored(entry: CompiledEntry, recipe: Recipe, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
-    """Returns how every state is stored, as a pytree of `ShapeDtypeStruct`s with the plan's shardings each."""
-    out = []
-    for number in recipe.options.state_argnums:
+def _as_made(made: Any, states: Arguments) -> Any:
+    """Returns the `states` as a function that makes states returns them: one alone as it is, several as a tuple or a
+    list like `made`."""
+    return states[0] if len(states) == 1 else type(made)(states)
+
+
+def _stored(programs: Planner, arguments: Arguments) -> Arguments:
+    """Returns how every state among the `arguments` is stored, as a pytree of `ShapeDtypeStruct`s with the plan's
+    shardings each."""
+    entry, out = programs.entry(arguments), []
+    for number in programs.recipe.options.state_argnums:
         start, stop = entry.bound.spans[number]
         tree = jax.tree.structure(entry.bound.args[number])
         described = [
-            jax.ShapeDtypeStruct(leaf.shape, aval.dtype, sharding=named_sharding(mesh, leaf.spec))
+            jax.ShapeDtypeStruct(leaf.shape, aval.dtype, sharding=named_sharding(programs.mesh, leaf.spec))
             for leaf, aval in zip(entry.plan.leaves[start:stop], entry.described[start:stop], strict=True)
         ]
         out.append(jax.tree.unflatten(tree, described))

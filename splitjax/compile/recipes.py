@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from splitjax.choosing import AutoMesh, mesh_asked_for
 from splitjax.compile.entry import Recipe
 from splitjax.display.figures import bytes_of
 from splitjax.errors import BudgetError
@@ -56,7 +57,7 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         sync=parse(given["sync"], place),
         backprop=given["backprop"],
         verify=given["verify"],
-        memory_budget_bytes=_budget_bytes(given["memory_budget"], given["rules"], place),
+        memory_budget_bytes=_budget_bytes(given, place),
         roles=read_roles(given["roles"], f"{place}, roles"),
     )
 
@@ -65,9 +66,10 @@ def _is_auto(rules: object) -> bool:
     return isinstance(rules, str) and rules == AUTO
 
 
-def _budget_bytes(budget: object, rules: object, place: str) -> float:
-    """Returns a `memory_budget` in bytes, infinity for None. Raises `BudgetError` for what is no size, and beside rules
-    that are not chosen."""
+def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
+    """Returns the option `memory_budget` of those `given` in bytes, infinity for None. Raises `BudgetError` for what is
+    no size, and where neither rules nor mesh are chosen."""
+    budget = given["memory_budget"]
     if budget is None:
         return math.inf
     try:
@@ -81,11 +83,12 @@ def _budget_bytes(budget: object, rules: object, place: str) -> float:
             place=f"{place}, memory_budget",
             remedy='write it as "16GiB", or as a whole number above 0',
         )
-    if not _is_auto(rules):
+    if not _is_auto(given["rules"]) and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
         raise BudgetError(
-            "a budget decides among layouts, and the rules are said already",
+            "a budget decides among layouts, and rules and mesh are said already",
             value=budget,
             place=f"{place}, memory_budget",
-            remedy='give it beside rules="auto"; `splitjax plan --assert-max-memory` checks what rules need',
+            remedy='give it beside rules="auto" or mesh="auto"; `splitjax plan --assert-max-memory` checks what rules'
+            " need",
         )
     return num_bytes

@@ -13,24 +13,25 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from splitjax.choosing import AutoMesh, Choice
 from splitjax.compile.building import begin, compile_draft
-from splitjax.compile.choosing import build_chosen
+from splitjax.compile.choosing import build_chosen, mesh_not_chosen, nameable_mesh
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
 from splitjax.lower.partial.workers import prepare
 from splitjax.mesh import MeshShape, MeshSizes, inside_mesh, make_mesh, with_devices
 from splitjax.partitioner import check_partitioner
-from splitjax.plan import LeafPlan, SyncPlan
+from splitjax.plan import LeafPlan
 from splitjax.planning.carried import Carried, inputs_of
 from splitjax.planning.draft import Draft, KnownTables
-from splitjax.planning.observing import TableDecision, TableObserver, axes_to_measure, decide
+from splitjax.planning.observing import TableObserver, axes_to_measure, decide
 from splitjax.planning.padding import logical_spec, matching
 from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
@@ -40,7 +41,7 @@ from splitjax.step.agreement import wait_for_compiled
 from splitjax.step.arguments import Bound, Signature, bind, difference, leaf_path
 from splitjax.step.options import reject_mutating_modules
 from splitjax.step.padding.stored import logical_array, logical_bound, stored_array
-from splitjax.step.traced import trace_step
+from splitjax.step.traced import Traced, trace_step
 from splitjax.sync.link import measure_link
 from splitjax.trace.collecting import uncollected
 
@@ -59,22 +60,27 @@ class StepPrograms:
     **Arguments:**
 
     - `recipe`: the step and its checked options.
-    - `mesh`: as `splitjax.parallelize` takes it; the mesh itself is made when it is first needed.
+    - `mesh`: as `splitjax.parallelize` takes it; the mesh itself is made when it is first needed, and chosen, where an
+      `AutoMesh` asks for that, when the first call is planned.
     - `training`: the programs of the training step whose mesh and layouts these follow, for a step made by `like`.
 
     **Attributes:** `last`: the entry used last; `compiles`: a record of every program, in order; `kept`: what the step
-    keeps between its calls.
+    keeps between its calls; `choice`: how its rules or its mesh were chosen; None where nothing was.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        mesh: Mesh | AbstractMesh | MeshSizes | None,
+        mesh: Mesh | AbstractMesh | MeshSizes | AutoMesh | None,
         training: StepPrograms | None = None,
     ) -> None:
+        if isinstance(mesh, AutoMesh) and recipe.pinned is not None:
+            mesh = dict(recipe.pinned.mesh.axes)  # a pinned plan is for its own mesh
         self._recipe = recipe
         self._mesh_request = mesh
+        self._mesh: Mesh | AbstractMesh | None = None  # until it is first needed
         self._training = training
+        self.choice: Choice | None = None
         self.last: CompiledEntry | None = None
         self.compiles: list[CompileRecord] = []
         self.kept: Session = Session()
@@ -94,14 +100,42 @@ class StepPrograms:
         return self._recipe
 
     @property
-    def asked_mesh(self) -> Mesh | AbstractMesh | MeshSizes | None:
-        """The mesh as it was asked for: no device is looked at."""
-        return self._training.asked_mesh if self._training is not None else self._mesh_request
+    def asked_mesh(self) -> Mesh | AbstractMesh | MeshSizes | AutoMesh | None:
+        """The mesh as it was asked for, or the one that was chosen: no device is looked at."""
+        if self._training is not None:
+            return self._training.asked_mesh
+        return self._mesh_request if self._mesh is None else self._mesh
 
-    @functools.cached_property
+    @property
     def mesh(self) -> Mesh | AbstractMesh:
-        """The mesh on which arrays come and go, made when it is first needed."""
-        return self._training.mesh if self._training is not None else make_mesh(self._mesh_request)
+        """The mesh on which arrays come and go, made when it is first needed. Raises `MeshError` where it is to be
+        chosen, and no call was planned yet."""
+        if self._training is not None:
+            return self._training.mesh
+        if self._mesh is None:
+            if isinstance(self._mesh_request, AutoMesh):
+                raise mesh_not_chosen(self._recipe.name)
+            self._mesh = make_mesh(self._mesh_request)
+        return self._mesh
+
+    @property
+    def nameable(self) -> Mesh | AbstractMesh:
+        """A mesh whose axes functions may name that make states: the step's own, or one device with the axes of the
+        one that is to be chosen."""
+        asked = self._open_mesh
+        return self.mesh if asked is None else nameable_mesh(asked)
+
+    @property
+    def _open_mesh(self) -> AutoMesh | None:
+        """What is asked for as a mesh as long as it is not chosen; None for a mesh that is known."""
+        if self._training is not None or self._mesh is not None:
+            return None
+        return self._mesh_request if isinstance(self._mesh_request, AutoMesh) else None
+
+    def decide(self, args: tuple[Any, ...]) -> None:
+        """Chooses the mesh by a call with `args`, where it is left to be chosen. Raises what planning raises."""
+        if self._open_mesh is not None:
+            self.entry(args)
 
     @functools.cached_property
     def inside(self) -> Mesh:
@@ -116,9 +150,7 @@ class StepPrograms:
         bound = self._as_known(bind(self._recipe.fn, self._recipe.options, args))
         entry = self._entries.get(bound.signature)
         if entry is None:
-            check_partitioner(self.mesh.size, f"parallelize({self._recipe.name})")
-            seen = self.kept.resumed.get(inputs_of(bound, self.mesh))
-            entry = self._build(bound, carried=() if seen is None else seen.syncs)
+            entry = self._build(bound)
             self._entries[bound.signature] = entry
             for leaf in entry.plan.leaves:
                 if leaf.logical is not None:
@@ -187,7 +219,7 @@ class StepPrograms:
             request, samples = self._recipe.request, observer.take_samples()
             links = {axes: measure_link(self.inside, axes) for axes in axes_to_measure(entry.sparse, request)}
             decision = decide(entry.sparse, request, samples, links)
-            entry = self._build(entry.call, decision, "its tables were observed")
+            entry = self._build(entry.call, KnownTables(decision), "its tables were observed")
         elif observer.overflows():
             if pins_tables(self._recipe.pinned):
                 logger.warning(
@@ -266,7 +298,7 @@ class StepPrograms:
                 continue
             seen = carried.seen.get(inputs_of(entry.call, entry.mesh))
             if seen is not None and seen.syncs and seen.syncs != entry.plan.syncs:
-                new = self._build(entry.call, carried=seen.syncs, reason="a run is resumed")
+                new = self._build(entry.call, KnownTables(carried=seen.syncs), "a run is resumed")
             elif (seen is None or not seen.syncs) and entry.is_decided and not pins_tables(self._recipe.pinned):
                 new = self._observing(entry)
             else:
@@ -283,27 +315,21 @@ class StepPrograms:
         """The program of an entry's first steps."""
         signature = entry.call.signature
         if signature not in self._first:
-            self._first[signature] = self._build(entry.call, observes=True, reason="its tables are observed anew")
+            self._first[signature] = self._build(entry.call, KnownTables(observes=True), "its tables are observed anew")
         return self._first[signature]
 
-    def _build(
-        self,
-        bound: Bound,
-        decision: TableDecision | None = None,
-        reason: str = "",
-        *,
-        carried: Sequence[SyncPlan] = (),
-        observes: bool = False,
-    ) -> CompiledEntry:
-        """Builds the entry for a signature, and records why. `decision`, `carried`, `observes`: what is known of its
-        tables, as in `KnownTables`. The step is traced and laid out for the first entry of a signature alone."""
+    def _build(self, bound: Bound, known: KnownTables | None = None, reason: str = "") -> CompiledEntry:
+        """Builds the entry for a signature, and records why. `known`: of its tables; None for what a resumed run knew
+        of them. The step is traced and laid out for the first entry of a signature alone."""
         jax.monitoring.record_event(BUILD_EVENT)
         started = time.perf_counter()
         with uncollected():
-            known = KnownTables(decision, carried, observes)
             draft = self._drafts.get(bound.signature)
             if draft is not None:
-                entry = compile_draft(self._recipe, self.mesh, with_tables(draft, known))
+                tables = known or self._resumed(bound, self.mesh)
+                entry = compile_draft(self._recipe, self.mesh, with_tables(draft, tables))
+            elif self._training is None and (self._open_mesh is not None or self._has_open_rules):
+                draft, entry = self._choose(bound)
             else:
                 draft, entry = self._begin(bound, known)
         self._drafts[bound.signature] = draft  # of a step that can be planned: one that cannot is traced anew
@@ -316,18 +342,37 @@ class StepPrograms:
         self.compiles[-1].log(self._recipe.name)
         return entry
 
-    def _begin(self, bound: Bound, known: KnownTables) -> tuple[Draft, CompiledEntry]:
-        """Traces and lays out the first entry of a signature; rules that are to be chosen are decided here."""
-        layouts = None if self._training is None else self._training.layouts()
-        if self._training is not None and self._recipe.rules == TO_BE_CHOSEN:
-            self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
-        traced = trace_step(self._recipe, bound, mesh=self.mesh)
+    @property
+    def _has_open_rules(self) -> bool:
+        return self._recipe.rules == TO_BE_CHOSEN and self._recipe.pinned is None
 
-        def build(recipe: Recipe, notes: tuple[str, ...]) -> tuple[Draft, CompiledEntry]:
-            draft = begin(recipe, self.mesh, traced, layouts).noting(*notes)
-            return draft, compile_draft(recipe, self.mesh, with_tables(draft, known))
+    def _resumed(self, bound: Bound, mesh: Mesh | AbstractMesh) -> KnownTables:
+        """What the resumed run knew of the tables of a call on a mesh."""
+        seen = self.kept.resumed.get(inputs_of(bound, mesh))
+        return KnownTables(carried=() if seen is None else seen.syncs)
 
+    def _begin(self, bound: Bound, known: KnownTables | None) -> tuple[Draft, CompiledEntry]:
+        """Traces and lays out the first entry of a signature of which nothing is left to be chosen."""
+        check_partitioner(self.mesh.size, f"parallelize({self._recipe.name})")
+        layouts = None
         if self._training is not None:
-            return build(self._recipe, ())
-        self._recipe, draft, entry = build_chosen(self._recipe, self.mesh, traced, build)
-        return draft, entry
+            layouts = self._training.layouts()
+            if self._recipe.rules == TO_BE_CHOSEN:
+                self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
+        draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
+        tables = known or self._resumed(bound, self.mesh)
+        return draft, compile_draft(self._recipe, self.mesh, with_tables(draft, tables))
+
+    def _choose(self, bound: Bound) -> tuple[Draft, CompiledEntry]:
+        """Chooses what the step leaves open by the call that is planned first, and keeps it from now on."""
+
+        def build(
+            recipe: Recipe, mesh: Mesh | AbstractMesh, traced: Traced, notes: tuple[str, ...]
+        ) -> tuple[Draft, CompiledEntry]:
+            check_partitioner(mesh.size, f"parallelize({recipe.name})")
+            draft = begin(recipe, mesh, traced).noting(*notes)
+            return draft, compile_draft(recipe, mesh, with_tables(draft, self._resumed(bound, mesh)))
+
+        decided = build_chosen(self._recipe, self._open_mesh or self.mesh, bound, build)
+        self._recipe, self._mesh, self.choice = decided.recipe, decided.mesh, decided.choice
+        return decided.made, decided.entry

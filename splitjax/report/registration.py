@@ -1,5 +1,5 @@
 """Registers how splitjax's values look: which document shows a plan, a report, a prediction, a profile, an advice, a
-search's answer.
+search's answer, a choice of rules or a mesh.
 
 `import splitjax` calls `register_documents`. Types are given by name and documents are made by functions that import
 their makers when they are first called, so that registering loads neither.
@@ -14,6 +14,7 @@ from splitjax.display import registry
 from splitjax.display.document import Document
 
 if TYPE_CHECKING:
+    from splitjax.choosing.choice import Choice
     from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.cost.time.prediction import StepTime
     from splitjax.machines.calibration import Calibration
@@ -34,6 +35,7 @@ def register_documents() -> None:
     registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
     registry.register("splitjax.search.solving.Solution", _solution)
+    registry.register("splitjax.choosing.choice.Choice", _choice)
 
 
 def _plan(plan: Plan) -> Document:
@@ -94,3 +96,9 @@ def _solution(solution: Solution) -> Document:
     from splitjax.report.prediction.solution import solution_document
 
     return solution_document(solution)
+
+
+def _choice(choice: Choice) -> Document:
+    from splitjax.report.prediction.choice import choice_document
+
+    return choice_document(choice)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import jax
 
+    from splitjax.choosing.meshes import AutoMesh
     from splitjax.mesh import MeshSizes
     from splitjax.partial.request import PartialBackprop
     from splitjax.plan import Plan
@@ -54,7 +55,7 @@ Positions: TypeAlias = int | Sequence[int]
 class ParallelizeOptions(TypedDict, total=False):
     """The keywords of the decorators; `splitjax.parallelize` says what each means."""
 
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | None
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | MeshSizes | AutoMesh | Literal["auto"] | None
     roles: Mapping[str, RoleName | Role] | None
     rules: RuleSetName | str | os.PathLike[str] | RuleSet
     group_comm: GroupComm

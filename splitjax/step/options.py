@@ -1,4 +1,4 @@
-"""Checks the decorator's options: what a value may be, and what this version does not have yet.
+"""Checks the decorator's options: what a value may be.
 
 The values that a user gave come in; nothing comes out but errors, so that a mistake is named at the decorator and not
 at the first call.
@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from splitjax.errors import PlanError, SplitjaxError, TraceError, UnavailableError
+from splitjax.errors import PlanError, SplitjaxError, TraceError
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
+from splitjax.rules.ruleset import AUTO
 
 _GROUP_COMM = ("auto", "gather", "turns", "modulo")
 
@@ -23,8 +24,7 @@ class OptionError(SplitjaxError, ValueError):
 
 
 def check_options(fn: object, given: Mapping[str, Any]) -> None:
-    """Raises `OptionError` for values that are not documented, `UnavailableError` for documented ones that this version
-    lacks.
+    """Raises `OptionError` for values that are not documented.
 
     **Arguments:** `fn`: what is decorated. `given`: by name every option of `splitjax.parallelize`, with what the user
     gave for it, which may be any value at all (`splitjax.step.keywords.complete`). Rules, `sync`, pinned plans and
@@ -69,16 +69,12 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
                 'use "first" to verify the step before its first call, or None; step.verify(...) does it at any time'
             ),
         )
-    if isinstance(mesh, str):
-        if mesh != "auto":
-            raise OptionError(
-                "a mesh is no string", value=mesh, place=f"{place}, mesh", remedy='give {"data": 2, "model": 4}'
-            )
-        raise UnavailableError(
-            'mesh="auto" belongs to the planner, which is not part of this version',
+    if isinstance(mesh, str) and mesh != AUTO:
+        raise OptionError(
+            "a mesh is no string",
             value=mesh,
             place=f"{place}, mesh",
-            remedy='give {"data": 2, "model": 4}, or None for all devices on data',
+            remedy='give {"data": 2, "model": 4}, or "auto" to have it chosen',
         )
 
 

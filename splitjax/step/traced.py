@@ -97,6 +97,10 @@ class Traced:
         """Returns the call as the step knows it, taken apart."""
         return self.bound if self.known is None else self.known
 
+    def said_on(self, mesh: Mesh | AbstractMesh) -> Traced:
+        """Returns the same trace with what the user says of where the arguments live on another `mesh`."""
+        return dataclasses.replace(self, said=said_of(self.bound, mesh))
+
 
 def trace_step(
     step: StepFunction,
@@ -128,6 +132,21 @@ def trace_step(
     graph = build_graph(jaxpr, bound.arguments, matched)
     resized = resized_trace(bound, retrace, [leaf.example_dim for leaf in graph.leaves])
     return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))
+
+
+def trace_anywhere(step: StepFunction, bound: Bound, nameable: AbstractMesh) -> tuple[Traced, bool]:
+    """Traces a call of a step whose mesh is not known yet.
+
+    **Arguments:** `step`, `bound`: as for `trace_step`. `nameable`: a mesh with the axes that it will have.
+
+    Returns the trace, and whether the step names axes of its mesh: then it is traced under `nameable`, and is to be
+    traced again on the mesh itself. Raises what `trace_step` raises."""
+    try:
+        return trace_step(step, bound), False
+    except SplitjaxError:
+        raise
+    except Exception:  # perhaps for want of a mesh; where that is not why, it raises the same again
+        return trace_step(step, bound, mesh=nameable), True
 
 
 def with_dealt(traced: Traced, products: Sequence[FusedProduct]) -> Traced:

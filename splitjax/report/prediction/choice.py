@@ -1,0 +1,69 @@
+"""Makes the document of a choice of rules or a mesh: what was compared, what each candidate was predicted to take, and
+which was taken and why."""
+
+from __future__ import annotations
+
+import math
+
+from splitjax.choosing import Candidate, Choice
+from splitjax.display.document import Column, Document, Pairs, Paragraph, Part, Section, Table
+from splitjax.display.figures import bytes_text, seconds_text, share_text
+
+# `Choice.candidates`, `refused` and `variables` have all of them.
+_NUM_ROWS = 24
+
+
+def choice_document(choice: Choice) -> Document:
+    """Makes the document of `choice`."""
+    best = choice.best
+    facts: list[tuple[str, tuple[str, ...]]] = [("mesh", (str(choice.mesh),)), ("rules", (best.name,))]
+    facts.append(("predicted", (f"{seconds_text(best.seconds)} a step",)))
+    if not math.isinf(choice.budget_bytes):
+        facts.append(("budget of a device", (bytes_text(int(choice.budget_bytes)),)))
+    if choice.proof is not None:
+        facts.append(("certified gap", (share_text(choice.gap) if choice.gap else "none: proven best of its sum",)))
+    rows = tuple(_row(choice, each) for each in choice.candidates[:_NUM_ROWS])
+    columns = (
+        Column("mesh", "code"),
+        Column("rules"),
+        Column("predicted", "number"),
+        Column("states", "number"),
+        Column("sum", "number"),
+        Column("at most", "number"),
+        Column("verdict"),
+    )
+    refused = tuple((str(each.mesh), each.rules, each.why) for each in choice.refused[:_NUM_ROWS])
+    variables = tuple(
+        (each.name, str(len(each.layers)), each.chosen, "; ".join(each.values)) for each in choice.variables[:_NUM_ROWS]
+    )
+    of_refused = Column("mesh", "code"), Column("rules"), Column("why")
+    of_variables = Column("layer", "code"), Column("layers", "number"), Column("value"), Column("among")
+    parts: tuple[Part, ...] = (
+        Pairs(tuple(facts)),
+        _section("compared", columns, rows, len(choice.candidates)),
+        _section("not on this step or mesh", of_refused, refused, len(choice.refused)),
+        _section("decided by the search", of_variables, variables, len(choice.variables)),
+    )
+    chosen = "mesh" if choice.given else "mesh and rules" if len(choice.meshes) > 1 else "rules"
+    fitting = "" if math.isinf(choice.budget_bytes) else " that fits"
+    verdict = f"{best.name} on {choice.mesh} is taken: the fastest by the prediction{fitting}"
+    return Document(f"choice of {chosen}", parts, verdict)
+
+
+def _section(title: str, columns: tuple[Column, ...], rows: tuple[tuple[str, ...], ...], count: int) -> Section:
+    """Returns a table under a `title`. `count`: of its rows, which may not all be shown."""
+    left_out = f"and {count - _NUM_ROWS} more" if count > _NUM_ROWS else ""
+    return Section(title, (Table(columns, rows), Paragraph(left_out)))
+
+
+def _row(choice: Choice, each: Candidate) -> tuple[str, ...]:
+    at_most = "" if each.bound_bytes is None else bytes_text(each.bound_bytes)
+    return (
+        str(each.mesh),
+        each.name,
+        seconds_text(each.seconds),
+        bytes_text(each.state_bytes),
+        bytes_text(each.peak_bytes),
+        at_most,
+        choice.verdict(each),
+    )
