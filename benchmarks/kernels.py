@@ -224,5 +224,5 @@ def main(argv: list[str] | None = None) -> int:
             f"python -m benchmarks kernels --rows {options.rows} --width {options.width} --repeats {options.repeats}"
             " --write"
         )
-        write_page("kernels", ["# Kernels", "", *__doc__.split("\n")[4:], header(this_machine(), command), *lines])
+        write_page("kernels", ["# Kernels", "", *__doc__.split("\n")[4:], header(this_machine(), command), "", *lines])
     return 0 if not is_accelerator or all(one.ok for one in found) else 1
