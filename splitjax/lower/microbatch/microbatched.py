@@ -93,7 +93,7 @@ def microbatched(
 
 def _groups(job: PreparedBoundary) -> str:
     """Returns in words how many examples each microbatch of each worker has."""
-    return f"{job.split.num_contributions} times {job.evaluator.batch.run} examples"
+    return f"{job.split.num_contributions} groups of {job.evaluator.batch.run} examples"
 
 
 def uneven_jobs(

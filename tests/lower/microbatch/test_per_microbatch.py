@@ -133,7 +133,7 @@ def test_rule_sets(layout):
         return optax.tree.add_scale(state, -0.1, grads), (value, aux)
 
     (boundary,) = step.plan(params(), batch()).boundaries
-    assert boundary.why.endswith(f"the mean over {len(groups)} times {B // len(groups)} examples")
+    assert boundary.why.endswith(f"the mean over {len(groups)} groups of {B // len(groups)} examples")
     state, results = step(step.place(params(), example=(batch(),)), batch())
     value, grads = group_by_group(PLAIN, params(), batch(), groups)
     close(results, value)
