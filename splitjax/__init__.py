@@ -83,7 +83,7 @@ __all__ = [
 
 _PLACES = {
     "Advice": "partial",
-    "AutoMesh": "choosing.meshes",
+    "AutoMesh": "auto_mesh",
     "PartialBackprop": "partial",
     "Plan": "plan",
     "Profile": "sync.analysis",

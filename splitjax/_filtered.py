@@ -27,6 +27,7 @@ from splitjax.choosing import Choice
 from splitjax.compile.entry import CompileRecord
 from splitjax.compile.session import Session
 from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
+from splitjax.mesh import with_devices
 from splitjax.parallel_step import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.partial.request import PartialBackprop
@@ -43,7 +44,9 @@ from splitjax.step.words import step_words
 from splitjax.sync.costs.schemes import Link
 
 if TYPE_CHECKING:
+    from splitjax.compile.time import On
     from splitjax.cost.memory.lifetimes import ProgramMemory
+    from splitjax.cost.time import StepTime
     from splitjax.partial.advice import Advice
     from splitjax.report.value import Report
     from splitjax.schedule.model.jobs import JobProfile
@@ -184,6 +187,12 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.memory(*call.args)
 
+    def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:
+        """How long the step takes for these arguments (abstract ones will do) on a machine, predicted before it is
+        compiled; see `ParallelStep.time`."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.time(*call.args, on=on)
+
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...
     @overload
@@ -302,8 +311,8 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         - `example`: all other arguments of the step, in order: arrays or `ShapeDtypeStruct`s.
         """
         call, single = self._planned(make_fn, make_args, example)
-
         stored = call.stored(call.made)
+        with_devices(self.mesh, f"{self._name}.init")
 
         def create(*args: Any) -> list[jax.Array]:
             made = self._made(self._making(make_fn)(*args), example)[0].made_leaves

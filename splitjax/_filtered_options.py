@@ -10,7 +10,8 @@ import jax
 
 from splitjax.choosing import AutoMesh, Choice, mesh_asked_for
 from splitjax.compile.choosing import mesh_not_chosen, nameable_mesh
-from splitjax.mesh import make_mesh
+from splitjax.compile.devices import mesh_for
+from splitjax.compile.recipes import read_target
 from splitjax.parallel_step import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
 from splitjax.step.positions import ArgumentRoles, make_options
@@ -72,7 +73,7 @@ class SharedChoice:
                 raise mesh_not_chosen(self._name)
             self._made = step.mesh
         else:
-            self._made = make_mesh(self._asked)
+            self._made = mesh_for(self._asked, read_target(self._told["target"], f"{self._name}, target"))
         return self._made
 
     @property

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.experimental.topologies import TopologyDescription
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.errors import MeshError
@@ -226,11 +226,10 @@ def make_mesh(mesh: Mesh | AbstractMesh | MeshSizes | None) -> Mesh | AbstractMe
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     devices = jax.devices()
-    networks = _filled(_axis_networks({DATA: len(devices)} if mesh is None else mesh), len(devices))
-    shape = MeshShape(tuple((axis, slow * fast) for axis, (slow, fast) in networks.items()))
+    networks = _networks(mesh, len(devices))
+    shape = _shape(networks)
     if shape.num_devices > len(devices):  # to plan and lower for; what runs says what is missing (`with_devices`)
-        sizes = tuple(size for _, size in shape.axes)
-        return AbstractMesh(sizes, shape.names, axis_types=(AxisType.Auto,) * len(sizes))
+        return abstract_mesh(shape)
     # Alone, a smaller mesh takes the first devices; a process without a device in the mesh could not take part.
     if shape.num_devices < len(devices) and jax.process_count() > 1:
         raise MeshError(
@@ -242,6 +241,27 @@ def make_mesh(mesh: Mesh | AbstractMesh | MeshSizes | None) -> Mesh | AbstractMe
         )
     arranged = arrange(devices[: shape.num_devices], networks)
     return Mesh(arranged, shape.names, axis_types=(AxisType.Auto,) * len(shape.names))
+
+
+def abstract_mesh(shape: MeshShape, device: AbstractDevice | None = None) -> AbstractMesh:
+    """Returns a mesh of this `shape` without devices, of Auto axes. `device`: what is known of them; None where steps
+    are planned and lowered for JAX's default backend."""
+    sizes = tuple(size for _, size in shape.axes)
+    return AbstractMesh(sizes, shape.names, axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device)
+
+
+def shape_over(mesh: MeshSizes | None, num_devices: int) -> MeshShape:
+    """Returns the shape that sizes as a user writes them have over `num_devices` devices, which are not looked at; None
+    for all of them on `data`. Raises `MeshError` as `make_mesh` does."""
+    return _shape(_networks(mesh, num_devices))
+
+
+def _networks(mesh: MeshSizes | None, num_devices: int) -> dict[str, tuple[int, int]]:
+    return _filled(_axis_networks({DATA: num_devices} if mesh is None else mesh), num_devices)
+
+
+def _shape(networks: Mapping[str, tuple[int, int]]) -> MeshShape:
+    return MeshShape(tuple((axis, slow * fast) for axis, (slow, fast) in networks.items()))
 
 
 def arrange(devices: Sequence[Any], networks: Mapping[str, tuple[int, int]]) -> np.ndarray:
@@ -332,7 +352,15 @@ def with_devices(mesh: Mesh | AbstractMesh, place: str, runs: bool = True) -> Me
                 f" {dict(mesh.shape)} on a machine with such devices",
             )
         return mesh
-    num_seen = len(jax.devices())
+    num_seen, device = len(jax.devices()), mesh.abstract_device
+    if device is not None and device.platform != jax.default_backend():
+        raise MeshError(
+            f"the mesh {MeshShape.of(mesh)} is of {device.device_kind}, and JAX sees devices of the platform"
+            f" {jax.default_backend()}",
+            value=dict(mesh.shape),
+            place=place,
+            remedy=f"{planning} without them; to run, leave target= away, or run on a machine with such devices",
+        )
     if mesh.size > num_seen:
         raise MeshError(
             f"the mesh {MeshShape.of(mesh)} needs {mesh.size} devices, and JAX sees {num_seen}",

@@ -74,6 +74,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
     - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"` or `mesh="auto"`: a layout is
       chosen only if the upper bound of the memory of its plan is within, and a `BudgetError` says so where none is.
+    - `target`: the machine that the step is for, such as `"tpu:v5e:4x4"`, where it is not the one that JAX sees: rules
+      and mesh are chosen by its published figures, the memory that plans tell is that of its compiler, and the step is
+      planned and lowered for its devices, and does not run without them (docs/planning.md).
 
     **Returns** a `ParallelStep`, called like the step itself.
 

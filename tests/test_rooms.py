@@ -25,6 +25,7 @@ ROOMS = (
     "_static",
     "roles",
     "mesh",
+    "auto_mesh",
     "machines",
     "plan",
     "kernels",

@@ -1,9 +1,9 @@
 """Chooses the rules of a step by predicted seconds, within a budget of memory, by `splitjax.search`."""
 
+from splitjax.auto_mesh import AutoMesh, mesh_asked_for, mesh_shapes
 from splitjax.choosing.choice import Answer, Candidate, Choice, Refused, Variable
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
 from splitjax.choosing.layering import Pricing
-from splitjax.choosing.meshes import AutoMesh, mesh_asked_for, mesh_shapes
 from splitjax.choosing.prices import Prices
 
 __all__ = [

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from splitjax.auto_mesh import mesh_shapes
 from splitjax.choosing.choice import Answer, Candidate, Choice, Refused
 from splitjax.choosing.domain import batch_modes, groups_of
 from splitjax.choosing.layering import Pricing, answer, laid_out
-from splitjax.choosing.meshes import mesh_shapes
 from splitjax.choosing.prices import Prices
 from splitjax.display.figures import bytes_text
 from splitjax.errors import BudgetError, SplitjaxError

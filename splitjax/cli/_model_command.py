@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
+from splitjax.auto_mesh import AUTO, AutoMesh
 from splitjax.cli import _session
 from splitjax.cli._options import (
     DEFAULT_MODEL,
@@ -20,6 +21,7 @@ from splitjax.cli._options import (
     ModelName,
     ModelOption,
     OptimizerName,
+    OptionValueError,
     RoleTexts,
     SizeText,
     check_positive,
@@ -27,9 +29,12 @@ from splitjax.cli._options import (
     parse_bytes,
     parse_mesh,
     parse_model_options,
+    parse_roles,
 )
 from splitjax.cli._output import print_value, write_page
 from splitjax.cli._waiting import Say, waiting
+from splitjax.machines import parse_target
+from splitjax.mesh import MeshShape
 
 if TYPE_CHECKING:
     from splitjax.cli._models import Planned
@@ -54,7 +59,9 @@ class ModelCommand(CommandOptions):
     model_option: ModelOption = ()
     """Options of the model, such as num_layers=2, for its factory."""
     mesh: MeshText = "data=2,model=4"
-    """Mesh axes and their sizes."""
+    """Mesh axes and their sizes; auto chooses them for --devices, by predicted time."""
+    devices: int | None = None
+    """How many devices --mesh auto may use."""
     role: RoleTexts = ()
     """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
     stage."""
@@ -62,7 +69,7 @@ class ModelCommand(CommandOptions):
     """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
     installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by layer."""
     memory_budget: SizeText | None = None
-    """What a device may need where --rules auto chooses, such as 16GiB."""
+    """What a device may need where --rules auto or --mesh auto chooses, such as 16GiB."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -80,27 +87,64 @@ class ModelCommand(CommandOptions):
     html: pathlib.Path | None = None
     """Write it as a page to this file too."""
 
+    @property
+    def machine(self) -> str | None:
+        """The target that the step is planned for; None for this machine."""
+        return None
+
+    def asked_mesh(self) -> MeshShape | AutoMesh:
+        """Returns the shape of the mesh, or for how many devices it is to be chosen. Raises `MeshError` for options
+        that make none."""
+        if self.mesh != AUTO:
+            if self.devices is not None:
+                raise OptionValueError(
+                    "the mesh says how many devices there are",
+                    value=self.devices,
+                    place="--devices",
+                    remedy="leave it away, or let the mesh be chosen: --mesh auto",
+                )
+            return parse_mesh(self.mesh, self.role)
+        check_positive(devices=self.devices)
+        if self.devices is None and self.machine is None:
+            raise OptionValueError(
+                "a mesh is chosen for a number of devices",
+                value=self.devices,
+                place="--mesh auto",
+                remedy="write --mesh auto --devices 8",
+            )
+        return AutoMesh(self.devices)
+
     def planned(self) -> Planned:
         """Returns the decorated step with the shapes of its arguments. Raises `OptionValueError`, `MeshError` or
         `ModelError` for options that make none."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
-        mesh = parse_mesh(self.mesh, self.role)
+        mesh = self.asked_mesh()
         options = parse_model_options(self.model_option)
         budget = parse_bytes(self.memory_budget, "--memory-budget")
         import_from_here(self.model, self.rules)
-        _session.start(mesh.num_devices)
+        _session.start(_num_devices(mesh, self.machine))
         from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
         return planned_step(
             ModelChoice(self.model, self.library, self.num_classes, self.width, options),
-            LayoutChoice(mesh, self.rules, self.group_comm, self.shard_state, budget),
+            LayoutChoice(
+                mesh, parse_roles(self.role), self.rules, self.group_comm, self.shard_state, budget, self.machine
+            ),
             self.optimizer,
             self.batch_size,
         )
 
+    @property
+    def where(self) -> str:
+        """The mesh in words, before anything is planned."""
+        mesh = self.asked_mesh()
+        if isinstance(mesh, MeshShape):
+            return str(mesh)
+        return f"{_num_devices(mesh, self.machine)} devices"
+
     def busy(self, doing: str) -> AbstractContextManager[Say]:
         """Returns a block during which a terminal shows what the command is `doing` with the model's step."""
-        return waiting(f"{doing} the step of {self.model} for {parse_mesh(self.mesh)}")
+        return waiting(f"{doing} the step of {self.model} for {self.where}")
 
     def show(self, console: Console, planned: Planned, shown: Page, name: str) -> None:
         """Prints a plan, a report or a verification, and writes its page where `--html` asks for it.
@@ -108,11 +152,16 @@ class ModelCommand(CommandOptions):
         **Arguments:** `console`: where to print. `planned`: the step that was looked at. `shown`: what it gave. `name`:
         of the subcommand, for the page's title.
         """
-        console.print(
-            f"{planned.title}, {self.batch_size} examples on {parse_mesh(self.mesh, self.role)}",
-            highlight=False,
-        )
+        mesh = MeshShape.of(planned.step.mesh).with_roles(parse_roles(self.role))
+        console.print(f"{planned.title}, {self.batch_size} examples on {mesh}", highlight=False)
         print_value(shown, console)
         if self.html is not None:
             write_page(self.html, shown._repr_html_(), f"splitjax {name}")
             console.print(f"page: {self.html}", highlight=False)
+
+
+def _num_devices(mesh: MeshShape | AutoMesh, target: str | None) -> int:
+    """Returns how many devices a mesh has, or will have."""
+    if isinstance(mesh, MeshShape):
+        return mesh.num_devices
+    return parse_target(target).num_devices if target is not None else mesh.num_devices or 1

@@ -10,8 +10,10 @@ import jax
 import optax
 
 import splitjax
+from splitjax.auto_mesh import AutoMesh
 from splitjax.cli._options import Library, ModelName, OptimizerName
 from splitjax.mesh import MeshShape
+from splitjax.roles import Role
 
 if TYPE_CHECKING:
     from splitjax import models
@@ -65,15 +67,17 @@ class ModelChoice:
 class LayoutChoice:
     """Says how the step is laid out.
 
-    - `mesh`: its axes with their sizes, and the roles that were said of them.
-    - `rules`, `group_comm`, `shard_state`, `memory_budget`: as of `splitjax.parallelize`.
+    - `mesh`: its axes with their sizes, or how many devices it is chosen for. `roles`: what was said of its axes.
+    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`: as of `splitjax.parallelize`.
     """
 
-    mesh: MeshShape
+    mesh: MeshShape | AutoMesh
+    roles: Mapping[str, Role]
     rules: str
     group_comm: str = "auto"
     shard_state: bool = False
     memory_budget: int | None = None
+    target: str | None = None
 
 
 def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:
@@ -90,16 +94,17 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
     from splitjax import models
 
     spec = model.make()
-    roles = dict(layout.mesh.said)
     options = {
+        "mesh": layout.mesh if isinstance(layout.mesh, AutoMesh) else dict(layout.mesh.axes),
         "rules": layout.rules,
-        "roles": roles,
+        "roles": layout.roles,
         "group_comm": layout.group_comm,
         "shard_state": layout.shard_state,
         "memory_budget": layout.memory_budget,
+        "target": layout.target,
     }
     if isinstance(spec, models.OwnStep):
-        step = splitjax.parallelize(spec.train_step, mesh=dict(layout.mesh.axes), **options)
+        step = splitjax.parallelize(spec.train_step, **options)
         title = f"{spec.name} (a step of its own, {spec.num_params():,} parameters)"
         return Planned(step, (spec.state_shapes(), spec.shapes(batch_size)), title)
     batch = spec.example(batch_size)
@@ -110,8 +115,8 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
         from flax import nnx
 
         init_fn, train_step, _ = models.make_nnx_step(spec, chosen, value_and_grad=splitjax.nnx.value_and_grad)
-        step = splitjax.nnx.parallelize(train_step, mesh=dict(layout.mesh.axes), **options)
+        step = splitjax.nnx.parallelize(train_step, **options)
         return Planned(step, (*nnx.eval_shape(init_fn, key), batch), title)
     init_fn, train_step, _ = models.make_step(spec, chosen, value_and_grad=splitjax.value_and_grad)
-    step = splitjax.parallelize(train_step, mesh=dict(layout.mesh.axes), **options)
+    step = splitjax.parallelize(train_step, **options)
     return Planned(step, (jax.eval_shape(init_fn, key), batch), title)

@@ -80,7 +80,7 @@ class Lint(CommandOptions):
             with waiting(f"tracing the step of {self.model}"):
                 planned = planned_step(
                     ModelChoice(self.model, self.library, self.num_classes, self.width, options),
-                    LayoutChoice(mesh, "data_parallel"),
+                    LayoutChoice(mesh, dict(mesh.said), "data_parallel"),
                     self.optimizer,
                     self.batch_size,
                 )

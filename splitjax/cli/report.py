@@ -7,7 +7,6 @@ import dataclasses
 from rich.console import Console
 
 from splitjax.cli._model_command import ModelCommand
-from splitjax.cli._options import parse_mesh
 from splitjax.cli._output import write_json
 
 
@@ -20,7 +19,7 @@ class ShowReport(ModelCommand):
         with self.busy("planning") as say:
             planned = self.planned()
             planned.step.plan(*planned.arguments)
-            say(f"compiling the step of {self.model} for {parse_mesh(self.mesh)}")
+            say(f"compiling the step of {self.model} for {self.where}")
             report = planned.step.report(*planned.arguments)
         self.show(console, planned, report, "report")
         write_json(self.json, report.to_json(), console, "report")

@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from splitjax.choosing import AutoMesh, Candidate, Choice, Prices, Pricing, Refused, over_budget, rank
+from splitjax.choosing import AutoMesh, Candidate, Choice, Pricing, Refused, over_budget, rank
+from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.errors import MeshError, PinError, SplitjaxError
-from splitjax.mesh import MeshShape, make_mesh, platform_of
+from splitjax.mesh import MeshShape, abstract_mesh
 from splitjax.rules.pins import resolve
 from splitjax.rules.ruleset import TO_BE_CHOSEN
 from splitjax.step.arguments import Bound
@@ -51,7 +51,7 @@ class Decided(Generic[T]):
 def nameable_mesh(asked: AutoMesh) -> AbstractMesh:
     """Returns a mesh of one device with the axes of the mesh that is to be chosen: for what may name them before it
     is."""
-    return AbstractMesh((1,) * len(asked.axes), asked.axes, axis_types=(AxisType.Auto,) * len(asked.axes))
+    return abstract_mesh(MeshShape(tuple((axis, 1) for axis in asked.axes)))
 
 
 def mesh_not_chosen(name: str) -> MeshError:
@@ -121,7 +121,7 @@ class _Places:
         self._fixed = None if isinstance(asked, AutoMesh) else asked
         if isinstance(asked, AutoMesh):
             self._traced, self._names_axes = trace_anywhere(recipe, bound, nameable_mesh(asked))
-            shapes = asked.shapes(len(jax.devices()) if asked.num_devices is None else asked.num_devices)
+            shapes = asked.shapes(num_devices_for(asked, recipe.target))
         else:
             self._traced, self._names_axes = trace_step(recipe, bound, mesh=asked), False
             shapes = (MeshShape.of(asked),)
@@ -131,7 +131,6 @@ class _Places:
     def priced(self) -> tuple[list[Pricing], list[Refused]]:
         """Returns the step on each mesh with the prices of its machine, and the meshes on which it cannot be what the
         user pinned."""
-        prices = Prices.of_platform(jax.default_backend() if self._fixed is None else platform_of(self._fixed))
         pricings: list[Pricing] = []
         errors: list[tuple[MeshShape, PinError]] = []
         for shape in self._shapes:
@@ -140,6 +139,7 @@ class _Places:
             except PinError as error:
                 errors.append((shape, error))
             else:
+                prices = prices_for(self._fixed, shape, self._recipe.target)
                 pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state))
         if not pricings:
             raise errors[0][1]
@@ -157,7 +157,7 @@ class _Places:
         if self._fixed is not None:
             return self._fixed
         if shape not in self._meshes:
-            self._meshes[shape] = make_mesh(dict(shape.axes))
+            self._meshes[shape] = mesh_for(dict(shape.axes), self._recipe.target)
         return self._meshes[shape]
 
     def _traced_on(self, shape: MeshShape) -> Traced:

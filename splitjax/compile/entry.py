@@ -20,6 +20,7 @@ from splitjax import _compat
 from splitjax.compile.programs import StepProgram
 from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
+from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Memory, Plan
@@ -57,6 +58,7 @@ class Recipe:
     - `roles`: what the user said that mesh axes are for.
     - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
+    - `target`: the machine that it is for; None for the one that JAX sees.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -75,6 +77,7 @@ class Recipe:
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
     uneven: str = "error"
     memory_budget_bytes: float = math.inf
+    target: Target | None = None
 
     @functools.cached_property
     def request(self) -> SyncRequest:

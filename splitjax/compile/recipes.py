@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from splitjax.choosing import AutoMesh, mesh_asked_for
 from splitjax.compile.entry import Recipe
 from splitjax.display.figures import bytes_of
 from splitjax.errors import BudgetError
+from splitjax.machines.targets import Target, parse_target
 from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
 from splitjax.rules import load_rules
@@ -58,12 +59,18 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         backprop=given["backprop"],
         verify=given["verify"],
         memory_budget_bytes=_budget_bytes(given, place),
+        target=read_target(given["target"], f"{place}, target"),
         roles=read_roles(given["roles"], f"{place}, roles"),
     )
 
 
 def _is_auto(rules: object) -> bool:
     return isinstance(rules, str) and rules == AUTO
+
+
+def read_target(target: object, place: str) -> Target | None:
+    """Returns the option `target` as a value. Raises `TargetError` for what is none."""
+    return target if target is None or isinstance(target, Target) else parse_target(cast("str", target), place)
 
 
 def _budget_bytes(given: Mapping[str, Any], place: str) -> float:

@@ -22,11 +22,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from splitjax.choosing import AutoMesh, Choice
 from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.choosing import build_chosen, mesh_not_chosen, nameable_mesh
+from splitjax.compile.devices import mesh_for
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
 from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
 from splitjax.lower.partial.workers import prepare
-from splitjax.mesh import MeshShape, MeshSizes, inside_mesh, make_mesh, with_devices
+from splitjax.mesh import MeshShape, MeshSizes, inside_mesh, with_devices
 from splitjax.partitioner import check_partitioner
 from splitjax.plan import LeafPlan
 from splitjax.planning.carried import Carried, inputs_of
@@ -115,7 +116,7 @@ class StepPrograms:
         if self._mesh is None:
             if isinstance(self._mesh_request, AutoMesh):
                 raise mesh_not_chosen(self._recipe.name)
-            self._mesh = make_mesh(self._mesh_request)
+            self._mesh = mesh_for(self._mesh_request, self._recipe.target)
         return self._mesh
 
     @property

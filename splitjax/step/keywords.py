@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     import jax
 
-    from splitjax.choosing.meshes import AutoMesh
+    from splitjax.auto_mesh import AutoMesh
+    from splitjax.machines.targets import Target
     from splitjax.mesh import MeshSizes
     from splitjax.partial.request import PartialBackprop
     from splitjax.plan import Plan
@@ -73,6 +74,7 @@ class ParallelizeOptions(TypedDict, total=False):
     uneven: Uneven
     verify: VerifyWhen | None
     memory_budget: str | int | None
+    target: str | Target | None
 
 
 # Of `splitjax.parallelize`; the others say in which they differ.
@@ -95,6 +97,7 @@ DEFAULTS: ParallelizeOptions = {
     "uneven": "error",
     "verify": None,
     "memory_budget": None,
+    "target": None,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from splitjax.choosing.meshes import AutoMesh, mesh_asked_for
+from splitjax.auto_mesh import AutoMesh, mesh_asked_for
 
 HINT = "print(step.plan(...)) shows where its arrays lie"
 

@@ -54,13 +54,17 @@ def test_sizes_as_people_write_them():
 def test_rules_and_meshes_that_are_chosen(run):
     status, out, _ = run(f"{PLAN} --rules auto --mesh auto --devices 8 --memory-budget 16GiB")
     assert status == 0 and "certified gap" in out
+    status, out, _ = run(f"{PLAN} --mesh auto --devices 8 --rules megatron --memory-budget 16GiB")
+    assert status == 0 and 'mesh="auto" chose data=' in out.replace("\n", " ")
+    status, out, _ = run(f"{PLAN} --mesh auto --rules auto --target tpu:v5e:2x4")
+    assert status == 0 and "certified gap" in out and "time on tpu:v5e:2x4" in out
     status, _, err = run(f"{PLAN} --rules auto --memory-budget 100B")
     assert status == 2 and "no layout that was found fits" in err
 
 
 @pytest.mark.parametrize(
-    "options", ["--mesh auto --rules auto", "--mesh auto --devices 8", "--devices 8", "--memory-budget 1GiB"]
+    "options", ["--mesh auto --rules auto", "--mesh auto --devices 0", "--devices 8", "--memory-budget 1GiB"]
 )
 def test_choices_that_lack_something(run, options):
     status, _, err = run(f"{PLAN} {options}")
-    assert status == 2 and ("--mesh auto" in err or 'rules="auto"' in err)
+    assert status == 2 and ("--mesh auto" in err or 'rules="auto"' in err or "--devices must be above 0" in err)

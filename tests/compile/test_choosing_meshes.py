@@ -15,7 +15,10 @@ import splitjax
 import splitjax.equinox
 import splitjax.nnx
 from splitjax import runtime
-from splitjax.errors import BudgetError, MeshError, PinError
+from splitjax.choosing import Prices, Pricing
+from splitjax.choosing.layering import laid_out
+from splitjax.errors import BudgetError, MeshError, PinError, TargetError
+from splitjax.machines.targets import parse_target
 from splitjax.runtime import CheckpointOptions, Checkpoints
 
 
@@ -266,3 +269,36 @@ def test_modules_of_another_structure_keep_what_was_chosen():
     assert second.rules == first.rules and [leaf.spec for leaf in second.leaves] == [leaf.spec for leaf in first.leaves]
     evaluation = decorated.like(lambda module, batch: loss_of({"up": module.up, "down": module.down}, batch))
     assert evaluation.mesh is mesh
+
+
+@pytest.mark.parametrize("frontend", ["plain", "equinox"])
+def test_a_target_that_is_not_here(frontend):
+    state, batch = jax.eval_shape(make_state, jax.random.key(0)), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    decorate = splitjax.parallelize if frontend == "plain" else splitjax.equinox.parallelize
+    options = {"mesh": "auto", "rules": "megatron", "target": "tpu:v5e:2x4", "state_argnums": 0, "batch_argnums": 1}
+    decorated = decorate(step, **options)
+    plan = decorated.plan(state, batch)
+    assert decorated.mesh.abstract_device.platform == "tpu" and plan.mesh.num_devices == 8
+    # By the figures of the target, and not by those of the processor that plans.
+    target, graph = parse_target("tpu:v5e:2x4"), decorated.graph(state, batch)
+    for each in decorated.choice.candidates:
+        pricing = Pricing(graph, each.mesh, Prices.of_target(target, each.mesh), {}, True)
+        assert each.seconds == pricing.candidate(each.rules, laid_out(pricing, each.rules)).seconds
+    assert decorated.time(state, batch, on=target).seconds > 0
+    with pytest.raises(MeshError, match="is of tpu:v5e, and JAX sees devices of the platform cpu"):
+        decorated.init(make_state, jax.random.key(0), example=(batch,))
+
+
+def test_targets_beside_other_meshes():
+    state, batch = jax.eval_shape(make_state, jax.random.key(0)), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    plan_on = lambda mesh, target: splitjax.parallelize(step, mesh=mesh, rules="megatron", target=target)
+    open_size = plan_on({"data": -1, "model": 4}, "tpu:v5e:4x4")
+    assert dict(open_size.plan(state, batch).mesh.axes) == {"data": 4, "model": 4}
+    assert isinstance(plan_on({"data": 2, "model": 4}, "cpu:8").mesh, jax.sharding.Mesh)  # it is here
+    for mesh in ({"data": 2, "model": 4}, splitjax.AutoMesh(num_devices=8)):
+        with pytest.raises(TargetError, match="8 devices and the target (has )?"):
+            plan_on(mesh, "tpu:v5e:4x4").plan(state, batch)
+    for target in ("tpu:v9", 16, "somewhere"):
+        with pytest.raises(TargetError) as caught:
+            plan_on("auto", target)
+        assert caught.value.place == "parallelize(step), target"

@@ -11,11 +11,11 @@ from typing import Literal, TypeVar
 
 from splitjax.errors import MeshError
 from splitjax.mesh import MeshShape
-from splitjax.rules.ruleset import AUTO
 
 T = TypeVar("T")
 # As users write it: short for `AutoMesh()`.
 AutoWord = Literal["auto"]
+AUTO: AutoWord = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
