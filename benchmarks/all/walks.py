@@ -36,7 +36,9 @@ _CELL = "mlp/linen/megatron/2x4/dense/full/gather/1/sharded"
 # parts: the two lanes then end at about the same time. Longest first.
 WALKS: Mapping[str, tuple[Walk, ...]] = {
     "sparse": _by_parts(
-        "sparse", "--data-dir {data}", ("end_to_end", "schemes", "choice", "messages", "local", "big_table", "widths")
+        "sparse",
+        "--data-dir {data}",
+        ("end_to_end", "schemes", "choice", "messages", "local", "big_table", "widths", "overflow"),
     ),
     "jigsaw": _by_parts(
         "jigsaw",

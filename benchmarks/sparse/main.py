@@ -1,5 +1,5 @@
 """Whether exchanging only the rows that were touched pays: schemes, training, messages, local work, a table of 5 GB,
-and what `auto` chooses.
+what `auto` chooses, and steps that do not fit.
 
     python -m benchmarks sparse --data-dir DIR                                       everything, and its page (hours)
     python -m benchmarks sparse --data-dir DIR --only schemes --workers 16
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks._common import quiet_tpu_compiler
 from benchmarks._kept import Page, add_options, run_part, run_parts
 
-PARTS = ("schemes", "choice", "end_to_end", "messages", "local", "big_table", "widths")
+PARTS = ("schemes", "choice", "end_to_end", "messages", "local", "big_table", "widths", "overflow")
 TABLES = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 LINKS = ("100mbit", "200mbit", "1000mbit")
 
@@ -35,9 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     quiet_tpu_compiler()
-    return run_parts(
-        PAGE, {key: lambda key=key, run=run: _run(key, run) for key, run in _jobs(options).items()}, options
-    )
+    jobs = {key: lambda key=key, run=run: _run(key, run, options) for key, run in _jobs(options).items()}
+    return run_parts(PAGE, jobs, options)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -51,7 +50,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=[],
         metavar="N",
-        help="schemes, widths: 4 8 16; messages: 4 16; end_to_end, choice: 4",
+        help="schemes, widths: 4 8 16; overflow: 4 16; messages: 4 16; end_to_end, choice: 4",
     )
     parser.add_argument(
         "--links",
@@ -74,7 +73,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Key of a section -> what measures it. Each starts processes of its own: devices and flags are what it asks
     for."""
-    from benchmarks.sparse import big_table, choice, end_to_end, local, messages, schemes, widths
+    from benchmarks.sparse import big_table, choice, end_to_end, local, messages, overflow, schemes, widths
 
     def given(workers: list[int], links: list[str]) -> argparse.Namespace:
         quick = options.quick
@@ -90,6 +89,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "end_to_end": (end_to_end, given([4], list(LINKS))), "local": (local, given([16], [])),
         "messages": (messages, given([4, 16], ["100mbit"])),
         "big_table": (big_table, given([1], [])), "widths": (widths, given([4, 8, 16], [])),
+        "overflow": (overflow, given([4, 16], [])),
     }  # fmt: skip
     found: dict[str, Callable[[], Any]] = {}
     for part in options.only or PARTS:
@@ -99,14 +99,16 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _run(key: str, measure: Callable[[], Any]) -> dict[str, Any] | None:
-    """`key`: part, workers, link and table, as far as the part has them."""
+def _run(key: str, measure: Callable[[], Any], given_options: argparse.Namespace) -> dict[str, Any] | None:
+    """`key`: part, workers, link and table, as far as the part has them. `given_options`: of the command."""
     part, *given = key.split(", ")
     values = given if len(given) > 1 else []  # without a link the number of workers is fixed
     options = [
         f"{option} {value.removesuffix(' workers')}"
         for option, value in zip(("--workers", "--links", "--tables"), values)
     ]
+    if part == "end_to_end" and given_options.torch_python is not None:
+        options.append("--torch-python PYTHON")
     return run_part(key, measure, " ".join(["python -m benchmarks sparse --data-dir DIR --only", part, *options]))
 
 

@@ -38,7 +38,7 @@ class Seen:
     - `syncs`: how they are synchronised; empty while steps are observed.
     - `samples`: by table, the ids that n workers looked up in all observed steps, i32[steps, n, k].
     - `num_steps`: the number of steps since the last look at them.
-    - `fell_back`: by table, in how many of these steps its capacities did not suffice.
+    - `fell_back`: by table, in how many steps its capacities did not suffice since they were chosen.
     """
 
     syncs: tuple[SyncPlan, ...] = ()

@@ -4,8 +4,9 @@ What steps return of their tables and the links between workers come in (`TableO
 and what it costs come out.
 
 The program of the first steps gathers all rows and returns the ids. Afterwards their sparsity is known, and the step is
-built once more. While it runs, steps in which the capacities did not suffice are counted; too many of them, and steps
-are observed anew: capacities then have room for all that was seen. All processes see the same numbers and decide alike.
+built once more. While it runs, steps in which the capacities did not suffice are counted. When they have cost as much
+as observing anew would, steps are observed anew: capacities then follow from all that was seen. All processes see the
+same numbers and decide alike.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ from splitjax.sync.profile import Sparsity, measure
 from splitjax.trace.graph import itemsize
 
 OBSERVED_STEPS = 3
-CHECKED_STEPS = 64
-MOST_FALLBACKS = 2  # in `CHECKED_STEPS`
+CHECKED_STEPS = 16
+# Observing again costs as much as so many fallbacks: three steps that gather all rows, and a program compiled anew,
+# which is counted as eight. When fallbacks have cost that much, steps are observed again: by then at most twice the
+# least that could have been spent is spent (the ski rental of Karlin et al., "Competitive snoopy caching", 1988).
+# Counts decide, and no clock does, so that runs repeat bit for bit.
+MOST_FALLBACKS = OBSERVED_STEPS + 8
 
 # What a step returns of each of its tables, by path: see `sparse.evaluate_sparse`.
 Observed = Mapping[str, Mapping[str, jax.Array | np.ndarray]]
@@ -49,7 +54,8 @@ class TableObserver:
     - `samples`: by table, the ids that n workers looked up in every observed step, i32[n, k].
     - `waiting`: what steps returned since the last look, still on the device.
     - `before`: how many more steps there were since that look, before a run was resumed.
-    - `fell_back`: by table, in how many of these its capacities did not suffice.
+    - `fell_back`: by table, in how many steps up to that look its capacities did not suffice, since they were chosen
+      (or since that was too many of a pinned plan's).
     """
 
     samples: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
@@ -67,14 +73,16 @@ class TableObserver:
 
     def take_samples(self) -> dict[str, list[np.ndarray]]:
         """Returns the ids of all observed steps as `samples` has them; waits for the last of these steps."""
-        self.samples, self.waiting, self.before = self._samples(), [], 0
+        self.samples, self.waiting, self.before, self.fell_back = self._samples(), [], 0, {}
         return self.samples
 
     def overflows(self) -> bool:
-        """Looks, and returns whether the capacities of some table sufficed too rarely since the last look."""
-        counts = self._fell_back()
-        self.waiting, self.before, self.fell_back = [], 0, {}
-        return max(counts.values(), default=0) > MOST_FALLBACKS
+        """Looks, and returns whether the fallbacks of some table have cost as much as observing steps again would,
+        since its capacities were chosen or this was so last."""
+        self.fell_back, self.waiting, self.before = self._fell_back(), [], 0
+        is_too_much = max(self.fell_back.values(), default=0) >= MOST_FALLBACKS
+        self.fell_back = {} if is_too_much else self.fell_back
+        return is_too_much
 
     def seen(self, observes: bool, syncs: tuple[SyncPlan, ...]) -> Seen:
         """Returns all of it as a value. `observes`: whether the program that runs now is that of the first steps.

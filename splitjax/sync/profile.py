@@ -17,6 +17,8 @@ from splitjax.codec import Codec, Form, Wording, fields_of
 from splitjax.errors import SyncError
 from splitjax.sync import masks
 
+_ID_BYTES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -52,6 +54,8 @@ class Sparsity:
     - `skewness`: the largest density of n equal ranges of the table, over the whole's: what a range owner has to bear.
     - `hot_rows`: rows that every worker has, mean over steps.
     - `samples`: [step][worker] sorted unique ids: schemes take their capacities from them. Not in the JSON.
+    - `lookups`: the most ids that a worker looked up in a step, repeated ones included: what a step gathers whose rows
+      lack room. 0: not known. Not in the JSON.
     """
 
     table: Table
@@ -62,6 +66,7 @@ class Sparsity:
     skewness: float
     hot_rows: float
     samples: tuple[tuple[np.ndarray, ...], ...] = dataclasses.field(repr=False, compare=False, default=())
+    lookups: int = dataclasses.field(repr=False, compare=False, default=0)
 
     @property
     def num_workers(self) -> int:
@@ -96,6 +101,13 @@ class Sparsity:
         n = self.num_workers
         return self.table.row_bytes * (self.rows + (1 - 2 / n) * self.union(n)) if n > 1 else 0.0
 
+    @property
+    def fallback_bytes(self) -> int:
+        """What a worker sends in a step whose rows lack room, beside the attempt: room for all lookups of every
+        worker, ids and values."""
+        rows = min(max(self.lookups, self.rows_max), self.table.num_rows)
+        return (self.num_workers - 1) * rows * (self.table.row_bytes + _ID_BYTES)
+
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, without the samples."""
         return _JSON.values(self)
@@ -126,7 +138,7 @@ def _written(sparsity: Sparsity) -> dict[str, Any]:
 def _read(codec: Codec[Any], values: Any, place: str) -> Sparsity:
     known = codec.object(Sparsity, values, place)
     table = {field.name: known.pop(field.name) for field in dataclasses.fields(Table) if field.name in known}
-    own = codec.arguments(Sparsity, known, place, ("table", "samples"))
+    own = codec.arguments(Sparsity, known, place, ("table", "samples", "lookups"))
     counts = [count for count, _ in own["unions"]]
     rows = [rows for _, rows in own["unions"]]
     if not counts or counts[0] < 1 or counts != sorted(counts) or not all(0 <= known < math.inf for known in rows):
@@ -170,6 +182,7 @@ def measure(id_sets: Sequence[Sequence[np.ndarray]], num_rows: int, row_size: in
         skewness(sets, num_rows, n),
         float(np.mean([np.sum(counts == n) for counts in held])) if n > 1 else 0.0,
         samples,
+        max(np.size(ids) for step in id_sets for ids in step),
     )
 
 

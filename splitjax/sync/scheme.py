@@ -15,7 +15,7 @@ from splitjax.sync.costs.capacities import (
     bucket,
     local_capacity,
     partial_capacity,
-    roomy,
+    room,
     union_capacity,
 )
 from splitjax.sync.costs.schemes import ByRows, Link, SchemeCosts
@@ -56,7 +56,7 @@ __all__ = [
     "once",
     "partial_capacity",
     "register_scheme",
-    "roomy",
+    "room",
     "runnable",
     "synchronise",
     "synchronise_into",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks.sparse import big_table, choice, data, end_to_end, launch, local, schemes, ways, worker
+from benchmarks.sparse import big_table, choice, data, end_to_end, launch, local, overflow, schemes, ways, worker
 from benchmarks.sparse import main as sparse
 from splitjax import sync
 
@@ -384,3 +384,25 @@ def test_every_scheme_that_auto_chooses_from_has_a_name_of_its_own():
     labels = [ways.label_of(one) for one in candidates()]
     assert len(set(labels)) == len(labels) and set(labels) <= set(ways.SCHEMES)
     assert ways.label_of(RowExchange(ownership="hashed")) == "row_exchange, ownership=hashed"
+
+
+def test_a_run_is_charged_for_padding_fallbacks_and_steps_that_are_observed_again():
+    """Ten rows of each of two workers a step, and twelve in the last eight steps: rows of nobody else."""
+    rng, num_rows = np.random.default_rng(0), 1000
+    ids = [rng.permutation(num_rows)[:24].reshape(2, 12)[:, : 10 if step < 12 else 12] for step in range(20)]
+    table = data.made_up("made up", "", num_rows, 8, lambda *_: None)
+    steps = [[np.sort(worker) for worker in step] for step in ids]
+    exact = lambda sparsity: overflow._above_largest(sparsity, lambda largest: largest)
+    found = overflow.run(overflow.Rule("exact", exact, 4, 2), table, steps, 40, 3)
+    lossless = 1 * 40 * (32 + 4)
+    # Looked for after 4, 8 and 12 steps: the first nine of 17 fit, the next three do not, then three are observed, and
+    # the last two fit again.
+    assert (found.fallbacks, found.built, found.fallen_back, found.observed) == (3, 1, 3 * lossless, 3 * lossless)
+    needs = [overflow.demand(step, num_rows, 12) for step in steps]
+    assert {(need.local, need.union, need.push) for need in needs[:12]} == {(10, 20, 0)}
+    first = exact(sync.measure(steps[:3], num_rows, 8))
+    assert [need.fits(first) for need in needs].count(False) == 8
+    wide = overflow.run(overflow.rules()[0], table, steps, 40, 3)
+    assert wide.sent == wide.padded + wide.fallen_back + wide.observed and wide.steps == 17
+    section = overflow.report([[wide, found]], 2)
+    assert "| made up | exact | 3 | 1 |" in "\n".join(section.lines) and len(section.goals) == 1

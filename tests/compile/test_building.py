@@ -47,7 +47,7 @@ def analyses(monkeypatch):
 
 def test_observed_steps_a_fallback_and_a_resumed_run_trace_nothing_anew(monkeypatch, analyses):
     monkeypatch.setattr(observing, "CHECKED_STEPS", 3)
-    monkeypatch.setattr(observing, "MOST_FALLBACKS", 0)
+    monkeypatch.setattr(observing, "MOST_FALLBACKS", 1)
     traces = Traces()
     step = splitjax.parallelize(traces.step, mesh={"data": 4}, sync="zen")
     state = start()

@@ -181,7 +181,7 @@ def test_a_pinned_plan_builds_the_final_program_at_once(plan):
 @pytest.mark.one_version
 def test_a_pinned_plan_stays_and_warns_where_its_capacities_do_not_suffice(plan, monkeypatch, caplog):
     monkeypatch.setattr(observing, "CHECKED_STEPS", 2)
-    monkeypatch.setattr(observing, "MOST_FALLBACKS", 0)
+    monkeypatch.setattr(observing, "MOST_FALLBACKS", 1)
     small = dataclasses.replace(plan, syncs=(dataclasses.replace(plan.syncs[0], capacities={"local": 2, "union": 4}),))
     step, dense = make("dense", plan=small), make("dense", mesh={"data": 1})
     batch = {"ids": np.arange(36, dtype=np.int32).reshape(12, 3), "by": np.ones((12, 3, 4), np.float32)}

@@ -27,7 +27,8 @@ class AllGatherCosts(SchemeCosts):
 
     def plan(self, sparsity: Sparsity) -> Capacities:
         """Returns room for the rows of a worker and of the sum in steps such as those of `sparsity`."""
-        return Capacities(local=local_capacity(sparsity), union=union_capacity(sparsity))
+        row_bytes = (sparsity.num_workers - 1) * (sparsity.table.row_bytes + _ID_BYTES)
+        return Capacities(local=local_capacity(sparsity, row_bytes), union=union_capacity(sparsity))
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
         """Returns the bytes that a worker sends for a `table` with these `capacities`, padding included."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from splitjax.sync.costs.capacities import Capacities, local_capacity, roomy, union_capacity
+from splitjax.sync.costs.capacities import Capacities, local_capacity, odds_of, room, union_capacity, worker_rows
 from splitjax.sync.costs.codes import NUMBERS, IdCode
 from splitjax.sync.costs.owners import OwnerExchange, pair_and_owner_rooms, range_load
 from splitjax.sync.costs.partition import Partition
@@ -49,8 +49,8 @@ class BlocksCosts(SchemeCosts):
         block = self._block_rows(table.row_size)
         partition = self._partition(table.num_rows, table.row_size, table.num_workers)
         push, pull = pair_and_owner_rooms(sparsity, partition, block)
-        blocks = max((np.unique(ids // block).size for step in sparsity.samples for ids in step), default=0)
-        levels = (roomy(blocks, partition.num_items),)
+        blocks = [[np.unique(ids // block).size for ids in step] for step in sparsity.samples]
+        levels = (room(blocks, partition.num_items, odds_of(sparsity, block * table.row_bytes), worker_rows(sparsity)),)
         return Capacities(
             local=local_capacity(sparsity), union=union_capacity(sparsity), push=push, pull=pull, levels=levels
         )

@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from splitjax.sync.costs.capacities import Capacities, local_capacity, roomy
+from splitjax.sync.costs.capacities import Capacities, local_capacity, odds_of, room, worker_rows
 from splitjax.sync.costs.codes import always
 from splitjax.sync.costs.partition import Partition
 from splitjax.sync.profile import Sparsity, Table
@@ -49,12 +49,15 @@ def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:
     """Returns capacities for steps such as those of `sparsity`, with some room for chance; `ownership` is
     `OwnerSharded`'s."""
     partition = Partition(ownership, sparsity.table.num_rows, sparsity.num_workers)
-    pair = owned = 0
+    pairs, owned = [], []
     for step in sparsity.samples:
         counts = [
             np.bincount(partition.owner(ids), minlength=partition.num_owners)
             for ids in (*step, np.unique(np.concatenate(step)))
         ]
-        pair, owned = max(pair, *(int(count.max()) for count in counts[:-1])), max(owned, int(counts[-1].max()))
-    push, pull = (roomy(largest, partition.size) for largest in (pair, owned))
+        pairs.append(np.concatenate(counts[:-1]))
+        owned.append(counts[-1])
+    # Rows are pulled and pushed by pairs.
+    odds = odds_of(sparsity, 2 * (sparsity.num_workers - 1) * sparsity.table.row_bytes)
+    push, pull = (room(counts, partition.size, odds, worker_rows(sparsity)) for counts in (pairs, owned))
     return Capacities(local=local_capacity(sparsity), push=push, pull=pull)

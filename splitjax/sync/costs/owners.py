@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from splitjax.sync.costs.capacities import roomy
+from splitjax.sync.costs.capacities import odds_of, room, worker_rows
 from splitjax.sync.costs.codes import IdCode
 from splitjax.sync.costs.messages import exchange_messages, gather_messages
 from splitjax.sync.costs.partition import Partition
@@ -52,16 +52,20 @@ def pair_and_owner_rooms(sparsity: Sparsity, partition: Partition, factor: int =
     - `factor`: so many rows of the samples are one item.
     - `items`: each of these is so many.
     """
-    pair = owned = 0
+    pairs, owned = [], []
     for step in sparsity.samples:
         sets = [(np.unique(ids // factor)[:, None] * np.int64(items) + np.arange(items)).reshape(-1) for ids in step]
-        pair = max(
-            pair,
-            *(int(np.bincount(partition.owner(ids), minlength=partition.num_owners).max(initial=0)) for ids in sets),
-        )
-        union = np.unique(np.concatenate(sets))
-        owned = max(owned, int(np.bincount(partition.owner(union), minlength=partition.num_owners).max(initial=0)))
-    return roomy(pair, partition.size), roomy(owned, partition.size)
+        of_owners = [
+            np.bincount(partition.owner(ids), minlength=partition.num_owners)
+            for ids in (*sets, np.unique(np.concatenate(sets)))
+        ]
+        pairs.append(np.concatenate(of_owners[:-1]))
+        owned.append(of_owners[-1])
+    item_bytes = sparsity.table.row_bytes * factor / items
+    odds = odds_of(sparsity, (sparsity.num_workers - 1) * item_bytes)
+    return room(pairs, partition.size, odds, worker_rows(sparsity)), room(
+        owned, partition.size, odds, worker_rows(sparsity)
+    )
 
 
 def range_load(sparsity: Sparsity, factor: int = 1) -> float:

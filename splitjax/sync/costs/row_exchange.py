@@ -15,7 +15,15 @@ import numpy as np
 
 from splitjax.cost.ring import all_reduce_bytes
 from splitjax.errors import SyncError
-from splitjax.sync.costs.capacities import Capacities, bucket, local_capacity, roomy, union_capacity
+from splitjax.sync.costs.capacities import (
+    Capacities,
+    bucket,
+    local_capacity,
+    odds_of,
+    room,
+    union_capacity,
+    worker_rows,
+)
 from splitjax.sync.costs.codes import IdCode, shortest
 from splitjax.sync.costs.contributors import ON_HOST, OWNERSHIPS, contributors, holders_on_host
 from splitjax.sync.costs.messages import exchange_messages, gather_messages
@@ -58,19 +66,20 @@ class RowExchangeCosts(SchemeCosts):
     def plan(self, sparsity: Sparsity) -> Capacities:
         """Returns room for the rows of a pair of workers and of an owner, and a code for ids, by `sparsity`."""
         table, n = sparsity.table, sparsity.num_workers
-        local, union = local_capacity(sparsity), union_capacity(sparsity)
+        row_bytes = self._row_bytes(table)
+        # Of a worker's rows the ids alone are sent, in about a byte; of the union each owner sends its part to all.
+        local = local_capacity(sparsity, n - 1)
+        union = union_capacity(sparsity, (n - 1) / n * row_bytes)
         # No more than every step has: where there are fewer, the others would be more than owners have room for.
         least = min(map(_num_hot, sparsity.samples), default=0) if self.hot and n > 1 else 0
         hot = bucket(0.9 * least, least)
         code = shortest([ids for step in sparsity.samples for ids in step], local, table.num_rows)
         pull = -(-(union - hot) // n) if self.ownership == "contributor" else union
-        push = owned = 0
-        for step in sparsity.samples:
-            pair, most = _largest(step, table.num_rows, pull, hot, self.ownership)
-            push, owned = max(push, pair), max(owned, most)
+        found = [routed(step, table.num_rows, pull, hot, self.ownership) for step in sparsity.samples]
+        odds = odds_of(sparsity, (n - 1) * row_bytes)
         if self.ownership != "contributor":
-            pull = roomy(owned, union)
-        push = roomy(push, local) if n > 1 else 0
+            pull = room([owned for _, owned in found], union, odds, worker_rows(sparsity))
+        push = room([pairs for pairs, _ in found], local, odds, worker_rows(sparsity)) if n > 1 else 0
         return Capacities(local, union, push, pull, code.num_codes, code.bits, hot)
 
     def predicted_bytes(self, capacities: Capacities, table: Table) -> int:
@@ -112,9 +121,21 @@ def _num_hot(step: tuple[np.ndarray, ...]) -> int:
     return int((counts == len(step)).sum())
 
 
-def _largest(step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, ownership: str) -> tuple[int, int]:
-    """The most rows from one worker to one owner, and of one owner, in a profiled step: as `routes.exchange_indices`
-    routes them."""
+def routed(
+    step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, ownership: str
+) -> tuple[list[int], list[int]]:
+    """Counts the rows from each worker to each other owner, and those of each owner, in a profiled step.
+
+    They are routed as `sync.routes.exchange_indices` routes them.
+
+    **Arguments:**
+
+    - `step`: the sorted unique ids of each worker. `num_rows`: of the table.
+    - `pull`: the most rows of an owner. `hot`: rows that are summed densely, at most.
+    - `ownership`: who adds a row up.
+
+    **Returns:** n (n - 1) counts for n workers, and n counts.
+    """
     n, union = len(step), np.unique(np.concatenate(step))
     slots = [np.searchsorted(union, ids) for ids in step]
     holders = holders_on_host(slots, union.size)
@@ -126,8 +147,6 @@ def _largest(step: tuple[np.ndarray, ...], num_rows: int, pull: int, hot: int, o
         else Partition(ownership, num_rows, n).owner(union)
     )
     owner = np.where(is_hot, n, owner)
-    pairs = [
-        np.bincount(owner[rows][owner[rows] != worker], minlength=n)[:n].max(initial=0)
-        for worker, rows in enumerate(slots)
-    ]
-    return int(max(pairs)), int(np.bincount(owner, minlength=n)[:n].max(initial=0))
+    pairs = [np.bincount(owner[rows], minlength=n)[:n] for rows in slots]
+    others = [int(count) for worker, counts in enumerate(pairs) for count in np.delete(counts, worker)]
+    return others, np.bincount(owner, minlength=n)[:n].tolist()
