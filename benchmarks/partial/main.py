@@ -22,7 +22,12 @@ from benchmarks._common import RESULTS, virtual_devices
 from benchmarks._kept import Page, Part, add_child_options, add_options, run_child, run_parts, show, write_child
 
 # module, virtual devices
-PARTS = {"saved": ("partial.saved", 8), "quality": ("partial.quality", 4), "pays": ("partial.pays", 4)}
+PARTS = {
+    "saved": ("partial.saved", 8),
+    "memory": ("partial.memory", 4),
+    "quality": ("partial.quality", 4),
+    "pays": ("partial.pays", 4),
+}
 PAGE = Page("partial", "Structured partial backpropagation", list(PARTS).index)
 
 

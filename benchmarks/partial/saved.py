@@ -85,15 +85,13 @@ class Found:
     planned_time: float
 
 
-def _measure(network: Network, workers: int) -> Found:
-    import jax
+def model_of(network: Network) -> tuple[Any, Any, Any, Any]:
+    """The network's specification, and `init`, the training step and the evaluation of it."""
     import optax
 
     import splitjax
-    from splitjax.lower.partial.workers import peak_bytes
     from splitjax.models import build, make_step
     from splitjax.models.resnet import LinenResNet
-    from splitjax.plan import DENSE_GRADIENTS
 
     spec = build(
         network.model,
@@ -103,7 +101,17 @@ def _measure(network: Network, workers: int) -> Found:
     if "stage_sizes" in network.options:  # a deeper one of the family
         config = dataclasses.replace(spec.config, stage_sizes=network.options["stage_sizes"])
         spec = dataclasses.replace(spec, config=config, module=LinenResNet(config))
-    init, train_step, eval_step = make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=splitjax.value_and_grad)
+    return spec, *make_step(spec, optax.sgd(0.01, momentum=0.9), value_and_grad=splitjax.value_and_grad)
+
+
+def _measure(network: Network, workers: int) -> Found:
+    import jax
+
+    import splitjax
+    from splitjax.lower.partial.workers import peak_bytes
+    from splitjax.plan import DENSE_GRADIENTS
+
+    spec, init, train_step, eval_step = model_of(network)
     backprop = splitjax.PartialBackprop(execution="program", rotate=False, statistics="local")
     batch = spec.example(network.examples * workers)
     if network.cut_by_measured:

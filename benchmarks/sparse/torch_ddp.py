@@ -77,21 +77,27 @@ def _train(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         for number in range(models.OBSERVED, models.OBSERVED + models.TIMED)
     ]
     ways = {}
-    for way, sparse in zip(models.TORCH, (False, True), strict=True):
-        turns, run = [], _runner(make(table.num_rows, table.width, sparse), batches)
-        run(0)
-        first = _turn(run, 1)["seconds"]
-        steps = 1 if _largest(first) > 2 else settings["steps"]
-        if rank == 0:
-            print(f"{name}, {way}: {1e3 * first:.0f} ms a step", flush=True)
-        for _ in range(settings["rounds"]):
-            turns.append(_turn(run, steps))
-        ways[way] = turns
+    kinds = [(models.TORCH_DENSE, False, True, models.THREADS[:1])]
+    kinds += [(models.TORCH_SPARSE, True, True, models.THREADS), (models.TORCH_ALONE, True, False, models.THREADS)]
+    for way, sparse, together, threads in kinds:
+        for number in threads:
+            torch.set_num_threads(number)
+            turns, run = [], _runner(make(table.num_rows, table.width, sparse), batches, together)
+            run(0)
+            first = _turn(run, 1)["seconds"]
+            steps = 1 if _largest(first) > 2 else settings["steps"]
+            named = f"{way}, {number} thread{'s' * (number > 1)}"
+            if rank == 0:
+                print(f"{name}, {named}: {1e3 * first:.0f} ms a step", flush=True)
+            for _ in range(settings["rounds"]):
+                turns.append(_turn(run, steps))
+            ways[named] = turns
     return {"ways": ways}
 
 
-def _runner(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> Any:
-    wrapped = DistributedDataParallel(model)
+def _runner(model: nn.Module, batches: list[dict[str, torch.Tensor]], together: bool) -> Any:
+    """`together`: whether gradients are exchanged."""
+    wrapped = DistributedDataParallel(model) if together else model
     optimizer = torch.optim.Adagrad(model.parameters(), lr=_RATE)
 
     def run(number: int) -> None:

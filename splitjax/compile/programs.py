@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -153,6 +153,20 @@ class Programs:
         )
         return self._jit(run, results, extra, (*donate_extra, *consumed) if self.recipe.donate else donate_extra)
 
+    @functools.cached_property
+    def layouts(self) -> Sequence[NamedSharding]:
+        """The layouts of the flat arguments of the step, on the user's mesh."""
+        return shardings_of(self.mesh, self.plan.leaves)
+
+    def leaves(self, args: Sequence[Any]) -> list[Any]:
+        """Returns the flat arguments of the step among the operands `args` of a program from `part`."""
+        return self._leaves(args[bool(self.residuals) :])
+
+    def _leaves(self, args: Sequence[Any]) -> list[Any]:
+        """Returns the flat arguments of a call of the step with `args`."""
+        static = self.recipe.options.static_argnums
+        return jax.tree.leaves([arg for number, arg in enumerate(args) if number not in static])
+
     def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> StepProgram:
         """Makes a program that takes the step's operands and consumes none. `evaluate_part`: (flat arguments,
         residuals) -> its result. `out_shardings`: of that result, as `jax.jit` takes them."""
@@ -175,7 +189,7 @@ class Programs:
             # silently.
             if args_signature(recipe, args) != signature_key(bound):
                 raise SignatureChanged
-            leaves = jax.tree.leaves([arg for n, arg in enumerate(args) if n not in recipe.options.static_argnums])
+            leaves = self._leaves(args)
             # Types that split dims over Explicit axes stay outside: here XLA places what the plan leaves open.
             untyped = functools.partial(_compat.forget_meshes, explicit_only=True)
             results = evaluate_leaves(untyped(leaves), untyped(residuals), *untyped(further))

@@ -70,6 +70,15 @@ class ProgramMaker(Protocol):
         """
         ...
 
+    @property
+    def layouts(self) -> Sequence[NamedSharding]:
+        """The layouts of the flat arguments."""
+        ...
+
+    def leaves(self, args: Sequence[Any]) -> list[Any]:
+        """Gives the flat arguments among the operands `args` of a program from `part`."""
+        ...
+
     def part(self, evaluate_part: Callable[[list[Any], Any], Any], out_shardings: Any) -> JittedProgram:
         """Makes a program that takes the step's operands and consumes none.
 
@@ -97,9 +106,12 @@ class DispatchedStep:
     programs: ProgramMaker
 
     def __call__(self, cycle_step: Any, *args: Any) -> Any:
-        inputs = self.before(*args)
-        sums = self.rows(inputs, self.slots(int(cycle_step)))
-        return self.after(Specs.of(inputs))(cycle_step, sums, *args)
+        leaves, layouts = self.programs.leaves(args), self.programs.layouts
+        passed = {number: _laid_out(leaves[number], layouts[number]) for number in self.passed if number is not None}
+        inputs = self._joined(self.before(*args), passed)
+        specs, sums = Specs.of(inputs), self.rows(inputs, self.slots(int(cycle_step)))
+        del inputs, passed, leaves  # the workers have read it: nothing of it is held while the state is updated
+        return self.after(specs)(cycle_step, sums, *args)
 
     def prepare(self, cycle_step: Any, *args: Any) -> None:
         """Does nothing: each of its programs is compiled for what the one before it gave."""
@@ -107,7 +119,8 @@ class DispatchedStep:
     def lower(self, cycle_step: Any, *args: Any) -> LoweredPrograms:
         """Lowers all programs of step `cycle_step` of a cycle for the step's `args`, as `lower` of `jax.jit` does."""
         parts = {"before": self.before.lower(*args)}
-        specs = Specs.of(parts["before"].compile().output_shardings)
+        layouts = dict(enumerate(self.programs.layouts))
+        specs = Specs.of(self._joined(parts["before"].compile().output_shardings, layouts))
         local = self.rows.local_inputs(self.rows.input_types)
         for place, slot in self.slots(int(cycle_step)).items():
             if place in self.rows.mine:
@@ -128,13 +141,28 @@ class DispatchedStep:
         """Gives by worker the slot that it is in, in step `cycle_step` of a cycle."""
         return dict(enumerate(self.step.depths.slots(cycle_step)))
 
-    @functools.cached_property
+    @property
     def rows(self) -> RowPrograms:
         """The programs of the workers."""
+        return self._traced[0]
+
+    @property
+    def passed(self) -> tuple[int | None, ...]:
+        """By flat input of the workers' programs, the flat argument that it is; None for what `before` computes.
+
+        Arguments such as parameters go to the workers as they are: a result of `before` would be a copy, held beside
+        the state while the workers' programs run."""
+        return self._traced[1]
+
+    @functools.cached_property
+    def _traced(self) -> tuple[RowPrograms, tuple[int | None, ...]]:
         leaves = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(self.lowered.jaxpr)[0].invars
         ]
         captured: list[Captured] = []
+        passed: list[int | None] = []
+        axes = frozenset(self.step.workers.axes)
+        layouts = [_over(layout.spec, axes) for layout in self.programs.layouts]
 
         residuals = (
             {}
@@ -148,11 +176,25 @@ class DispatchedStep:
         def inputs(*values: Any) -> Any:
             zeros = {name: jnp.zeros(residual.shape, residual.dtype) for name, residual in residuals.items()}
             captured.append(self._captured(values, zeros))
-            return captured[-1].places.inputs()
+            places, number_of = captured[-1].places, {id(value): number for number, value in enumerate(values)}
+            given = places.inputs()
+            for value, spec in zip(jax.tree.leaves(given), _specs_like(given, places.in_specs()), strict=True):
+                number = number_of.get(id(value))
+                passed.append(None if number is None or layouts[number] != _over(spec, axes) else number)
+            return given
 
         types = jax.eval_shape(inputs, *leaves)
         mesh = with_devices(self.lowered.mesh, "programs of single workers")
-        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, mesh, types)
+        return RowPrograms(captured[-1].places.without_values(), captured[-1].truncation, mesh, types), tuple(passed)
+
+    def _joined(self, computed: Sequence[Any], leaves: Mapping[int, Any]) -> Any:
+        """Joins what `before` gives and the arguments among the workers' inputs (`passed`), of the flat arguments
+        `leaves` by number; or the same of their shardings."""
+        rest = iter(computed)
+        return jax.tree.unflatten(
+            jax.tree.structure(self.rows.input_types),
+            [next(rest) if number is None else leaves[number] for number in self.passed],
+        )
 
     def _captured(self, leaves: Sequence[Any], residuals: Any) -> Captured:
         """Evaluates the step as far as its boundary, and gives what crosses into the boundary's loops."""
@@ -164,11 +206,17 @@ class DispatchedStep:
 
     @functools.cached_property
     def before(self) -> JittedProgram:
-        """The program that ends at the boundary. What crosses into the loops lies over the workers as their loops want
-        it, and over other axes as it is used."""
+        """The program that ends at the boundary, and gives what crosses into the loops and is no argument of the step.
+        That lies over the workers as their loops want it, and over other axes as it is used."""
 
         def run(leaves: Sequence[Any], residuals: Any) -> Any:
-            return jax.tree.map(self._pinned, self._captured(leaves, residuals).places.inputs(), self.rows.in_specs)
+            inputs = self._captured(leaves, residuals).places.inputs()
+            specs = _specs_like(inputs, self.rows.in_specs)
+            return [
+                self._pinned(value, spec)
+                for value, spec, number in zip(jax.tree.leaves(inputs), specs, self.passed, strict=True)
+                if number is None
+            ]
 
         return self.programs.part(run, None)
 
@@ -254,3 +302,27 @@ def peak_bytes(memory: Any) -> int:
 
 def _joined(parts: Mapping[str, Any], *args: Any, **kwargs: Any) -> str:
     return "\n".join(f"# {name}\n{part.as_text(*args, **kwargs)}" for name, part in parts.items())
+
+
+def _specs_like(inputs: Any, specs: Any) -> list[PartitionSpec]:
+    """Gives the `specs` of the leaves of `inputs`, in their order."""
+    return jax.tree.structure(inputs).flatten_up_to(specs)
+
+
+def _over(spec: PartitionSpec, axes: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+    """Gives by dim the `axes` that split it, up to the last dim that is split; a dim that is left to XLA has an axis of
+    no mesh."""
+    open_ = PartitionSpec.UNCONSTRAINED
+    names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    dims = [("?",) if entry is open_ else tuple(axis for axis in names(entry) if axis in axes) for entry in spec]
+    while dims and not dims[-1]:
+        dims.pop()
+    return tuple(dims)
+
+
+def _laid_out(leaf: Any, layout: NamedSharding) -> jax.Array:
+    """Gives an argument as an array of just this layout; one that lies so already is not copied."""
+    if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(layout, leaf.ndim):
+        return jax.device_put(leaf, layout)
+    shards = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, layout, shards)
