@@ -26,6 +26,7 @@ PARTS = {
     "saved": ("partial.saved", 8),
     "memory": ("partial.memory", 4),
     "quality": ("partial.quality", 4),
+    "full": ("partial.full", 4),
     "pays": ("partial.pays", 4),
 }
 PAGE = Page("partial", "Structured partial backpropagation", list(PARTS).index)

@@ -4,10 +4,11 @@ section, picture and page."""
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 
-from benchmarks.partial import device, pays, quality
+from benchmarks.partial import device, full, memory, pays, quality
 from benchmarks.partial import main as partial
 from splitjax.partial.contributors import sent_bytes
 
@@ -111,3 +112,40 @@ def test_the_page_is_made_again_without_measuring(tmp_path, monkeypatch, capsys)
 def test_devices_share_the_cores_and_leave_some_to_the_network(monkeypatch):
     monkeypatch.setattr(device.os, "cpu_count", lambda: 2)
     assert device.core_share(4) == pytest.approx(0.4) and device.core_share(1) == 1.0
+
+
+def test_partial_backpropagation_stands_beside_full():
+    mine = [[(10, 2.0), (20, 1.0), (30, 0.5), (40, 0.4)], [(10, 1.8), (20, 1.2), (30, 0.9), (40, 0.2)]]
+    whole = [[(10, 1.0), (20, 0.5), (30, 0.4), (40, 0.3)], [(10, 1.2), (20, 0.6), (30, 0.4), (40, 0.2)]]
+    # The first pair's common loss is 0.4: 40 steps and 30. The second's is 0.2, which both reach at their end.
+    assert full.steps_to_equal_loss(mine, whole) == pytest.approx([40 / 30, 1.0])
+    runs = {"quality": {"facts": {"digits, adam": {"full": whole, "spatial, count": mine, "temporal": whole}}}}
+    costs = {"digits": {"full": 1.0, "spatial, count": 0.9, "temporal": 0.8}}
+    section, pictures = full.render({"costs": costs}, runs)
+    assert section.lines[0].startswith("**") and "in 1 of 2 cells" in section.lines[0] and not pictures
+    (row,) = (line.split(" | ") for line in section.lines if "spatial, count" in line)
+    assert row[3] == "0.900" and row[4].startswith("+0.800") and row[-1].startswith("**1.05**")
+    with_nothing, _ = full.render({"costs": costs}, {})
+    assert "0 of 0" in with_nothing.lines[0]
+
+
+def test_memory_counts_what_is_held_beside_a_worker_program():
+    program = lambda argument, temp, output, alias=0: types.SimpleNamespace(
+        argument_size_in_bytes=argument,
+        temp_size_in_bytes=temp,
+        output_size_in_bytes=output,
+        alias_size_in_bytes=alias,
+    )
+    read = {
+        "before": program(60, 0, 10),
+        "worker 0": program(50, 5, 20),
+        "worker 1": program(50, 45, 40),
+        "after": program(140, 30, 100, 100),
+    }
+    found = memory.held(read, 200, 100, 8, 2)
+    # The state, the batch and what was handed on are there all the time: 118.
+    assert found.own == (118 + 25, 118 + 85) and found.update == 8 + 170
+    assert found.by_slot == (178, 203) and found.mean == 190.5 and found.gradients == 40
+    section, facts = memory.report({"ResNet-18": found})
+    assert [(goal.value, goal.ok) for goal in section.goals] == [(pytest.approx(0.0475), False)]
+    assert facts["ResNet-18"]["ordinary"] == 200 and "**4.8%**" in section.lines[2 + 2]
