@@ -117,10 +117,12 @@ class MeshShape:
         if axis is None:
             return 1
         if not isinstance(axis, str):
-            return math.prod(self.size(name) for name in axis)
-        for name, size in self.axes:
-            if name == axis:
-                return size
+            product = 1
+            for name in axis:
+                product *= self.sizes.get(name) or self.size(name)
+            return product
+        if axis in self.sizes:
+            return self.sizes[axis]
         if axis in KNOWN_AXES:
             return 1
         raise MeshError(

@@ -78,7 +78,7 @@ class Answer:
 
     **Attributes:** `network_seconds`, `bound_seconds`: what it costs as a sum over layers and neighbours, and what no
     assignment that fits costs less than. `solver`: who proved it. `clock_struck`: whether the clock and not the limit
-    of work ended the search.
+    of work ended the search. `within_bytes`: what it was to store at most, as a sum; infinity for no limit.
     """
 
     candidate: Candidate
@@ -87,6 +87,7 @@ class Answer:
     bound_seconds: float
     solver: str
     clock_struck: bool
+    within_bytes: float = math.inf
 
     @property
     def gap(self) -> float:
@@ -143,9 +144,10 @@ class Choice:
 
     @property
     def proof(self) -> Answer | None:
-        """The best answer of the search on the mesh that was taken; None where nothing was searched there."""
+        """The answer of the search that was taken, or the best on that mesh; None where nothing was searched there."""
         here = [each for each in self.answers if each.candidate.mesh == self.mesh]
-        return min(here, key=lambda each: each.candidate.seconds, default=None)
+        taken = next((each for each in here if each.candidate.is_as(self.best)), None)
+        return taken or min(here, key=lambda each: each.candidate.seconds, default=None)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -235,10 +237,12 @@ class Choice:
         if proof is None:
             return
         ended = ", ended by the clock" if proof.clock_struck else ""
+        limit = proof.within_bytes
+        within = "" if math.isinf(limit) else f" that stores at most {bytes_text(int(limit))} as a sum"
         yield (
             f"the search decided {len(proof.variables)} variables by {proof.solver}{ended}, with a certified gap of"
-            f" {100 * proof.gap:.3g} %: no assignment has a sum of seconds over layers and pairs of neighbours that is"
-            " smaller by more than that"
+            f" {100 * proof.gap:.3g} %: no assignment{within} has a sum of seconds over layers and pairs of neighbours"
+            " that is smaller by more than that"
         )
         if not any(each.candidate.is_as(best) for each in self.answers):
             yield "a shipped rule set is taken, not the search's answer, whose values follow"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from splitjax.auto_mesh import mesh_shapes
 from splitjax.choosing.choice import Answer, Candidate, Choice, Refused
 from splitjax.choosing.domain import batch_modes, groups_of
-from splitjax.choosing.layering import Pricing, answer, laid_out
+from splitjax.choosing.layering import Pricing, answers, laid_out
 from splitjax.choosing.prices import Prices
 from splitjax.display.figures import bytes_text
 from splitjax.errors import BudgetError, SplitjaxError
@@ -84,11 +84,11 @@ def rank(
                 candidates.append(found)
             else:
                 not_taken.append((Refused(found[0], pricing.mesh, str(found[1]).splitlines()[0]), found[1]))
-    answers: list[Answer] = []
+    searched: list[Answer] = []
     dropped: tuple[MeshShape, ...] = ()
     if rules is None:
-        answers, dropped = _searched(pricings, candidates, budget_bytes, effort or Effort())
-        candidates += [each.candidate for each in answers]
+        searched, dropped = _searched(pricings, candidates, budget_bytes, effort or Effort())
+        candidates += [each.candidate for each in searched]
     if not candidates:
         raise not_taken[0][1]
     fitting = [each for each in candidates if each.fits(budget_bytes)]
@@ -97,7 +97,7 @@ def rank(
     return Choice(
         best,
         tuple(sorted(candidates, key=lambda each: each.seconds)),
-        tuple(answers),
+        tuple(searched),
         (*refused, *(each for each, _ in not_taken)),
         tuple(dict.fromkeys((*(pricing.mesh for pricing in pricings), *(each.mesh for each in refused)))),
         dropped,
@@ -111,26 +111,24 @@ def _searched(
 ) -> tuple[list[Answer], tuple[MeshShape, ...]]:
     """Returns what the search says on each mesh, and the meshes that it left out: on which nothing can be as fast as
     the best of the `known` candidates and the answers so far."""
-    answers: list[Answer] = []
+    found: list[Answer] = []
     dropped: list[MeshShape] = []
     # The most promising meshes first, so that their answers drop the others.
     fastest = lambda mesh: min((each.seconds for each in known if each.mesh == mesh), default=math.inf)
     for pricing in sorted(pricings, key=lambda pricing: fastest(pricing.mesh)):
         graph, mesh, searched = pricing.graph, pricing.mesh, False
         for mode in batch_modes(mesh):
-            candidates = (*known, *(each.candidate for each in answers))
+            candidates = (*known, *(each.candidate for each in found))
             best = min((each.seconds for each in candidates if each.fits(budget_bytes)), default=math.inf)
             # The gradients of weights alone repeat the forward pass's flops; those of activations come on top.
             flops = graph.flops * (2 if pricing.backward else 1)
             if pricing.prices.least_seconds(flops, mesh.num_devices) > best:
                 continue
             searched = True
-            found = answer(pricing, groups_of(graph, mesh, mode), mode, budget_bytes, effort)
-            if found is not None:
-                answers.append(found)
+            found += answers(pricing, groups_of(graph, mesh, mode), mode, budget_bytes, effort)
         if not searched:
             dropped.append(mesh)
-    return answers, tuple(dropped)
+    return found, tuple(dropped)
 
 
 def _shipped() -> Iterator[RuleSet]:

@@ -58,70 +58,136 @@ def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
     return predict_step(step, Manner(pricing.backward))
 
 
-def answer(pricing: Pricing, groups: Sequence[Group], mode: str, budget_bytes: float, effort: Effort) -> Answer | None:
-    """Returns the best assignment of `groups`, or None where there is nothing to decide or nothing fits.
+def answers(pricing: Pricing, groups: Sequence[Group], mode: str, budget_bytes: float, effort: Effort) -> list[Answer]:
+    """Returns the best assignment of `groups` within a budget. Where none is, by the sum, the best without a budget and
+    the best of those that store least: lifetimes may show that they fit after all. Nothing where there is nothing to
+    decide.
 
-    **Arguments:** `mode`: how the batch of whole layers lies. `budget_bytes`: of a device. `effort`: of a search."""
+    **Arguments:** `mode`: how the batch of whole layers lies. `budget_bytes`: of a device; infinity without one.
+    `effort`: of each search."""
     if not groups:
-        return None
-    whole = [0] * len(groups)
-    base = laid_out(pricing, rule_set(groups, whole, mode))
-    changes = [_changes(pricing, groups, mode, base, i) for i in range(len(groups))]
-    network, base_seconds, base_bytes = _network(pricing, groups, base, changes)
-    slack, rounds, proven = 0.0, 0, -math.inf
-    while True:
-        limited = _within(network, base_bytes, budget_bytes - slack)
-        if limited is None:
-            return None
-        found = solve(limited, effort=effort)
-        if not found.feasible or found.values is None:
-            return None
-        values = [int(value) for value in found.values]
-        rules = rule_set(groups, values, mode)
-        candidate = pricing.candidate(rules, laid_out(pricing, rules))
-        # What is proven under the budget itself; a lowered one forbids more.
-        proven = found.bound if rounds == 0 else proven
-        rounds, over = rounds + 1, candidate.peak_bytes - budget_bytes
-        if over <= 0 or rounds == _ROUNDS:
-            break
-        slack += over
-    variables = tuple(
-        Variable(
-            group.name,
-            tuple(layer.name for layer in group.layers),
-            tuple(way.name for way in group.ways),
-            group.ways[value].name,
+        return []
+    base = laid_out(pricing, rule_set(groups, [0] * len(groups), mode))
+    problem = _network(pricing, groups, mode, base, changes(pricing, groups, mode, base))
+    found = problem.solved(budget_bytes, effort)
+    if found is not None or math.isinf(budget_bytes):
+        return [] if found is None else [found]
+    both = problem.solved(math.inf, effort), problem.solved(problem.least_bytes, effort)
+    return [each for each in both if each is not None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Problem:
+    """Is the choice of a value for every group, as a network of costs.
+
+    **Attributes:** `network`: its costs are seconds beyond `base_seconds`; its memory has no limit yet: an entry is
+    what a value needs beyond the least of its variable. `least_bytes`: what is needed where every variable has its
+    least.
+    """
+
+    pricing: Pricing
+    groups: Sequence[Group]
+    mode: str
+    network: CostNetwork
+    base_seconds: float
+    least_bytes: float
+
+    def solved(self, budget_bytes: float, effort: Effort) -> Answer | None:
+        """Returns the best assignment within a budget; None where none is found."""
+        groups, slack, rounds, proven = self.groups, 0.0, 0, -math.inf
+        while True:
+            limited = _within(self.network, self.least_bytes, budget_bytes - slack)
+            if limited is None:
+                return None
+            found = solve(limited, effort=effort)
+            if not found.feasible or found.values is None:
+                return None
+            values = [int(value) for value in found.values]
+            rules = rule_set(groups, values, self.mode)
+            candidate = self.pricing.candidate(rules, laid_out(self.pricing, rules))
+            # What is proven under the budget itself; a lowered one forbids more.
+            proven = found.bound if rounds == 0 else proven
+            rounds, over = rounds + 1, candidate.peak_bytes - budget_bytes
+            if over <= 0 or rounds == _ROUNDS:
+                break
+            slack += over
+        variables = tuple(
+            Variable(
+                group.name,
+                tuple(layer.name for layer in group.layers),
+                tuple(way.name for way in group.ways),
+                group.ways[value].name,
+            )
+            for group, value in zip(groups, values, strict=True)
         )
-        for group, value in zip(groups, values, strict=True)
-    )
-    seconds, bound = base_seconds + found.cost, base_seconds + proven
-    return Answer(candidate, variables, seconds, min(bound, seconds), found.solver, found.clock_struck)
+        seconds, bound = self.base_seconds + found.cost, self.base_seconds + proven
+        return Answer(
+            candidate, variables, seconds, min(bound, seconds), found.solver, found.clock_struck, budget_bytes
+        )
 
 
-def _changes(
-    pricing: Pricing, groups: Sequence[Group], mode: str, base: Prediction, number: int
-) -> list[tuple[LeafPlan, ...]]:
-    """Returns, for every value of a group, the leaves that it lays out otherwise than `base`."""
-    found: list[tuple[LeafPlan, ...]] = [()]
-    for value in range(1, len(groups[number].ways)):
-        values = [value if i == number else 0 for i in range(len(groups))]
-        leaves = assign(pricing.graph, rule_set(groups, values, mode), pricing.mesh, pricing.pins).leaves
-        found.append(tuple(new for new, old in zip(leaves, base.leaves, strict=True) if new != old))
+def changes(pricing: Pricing, groups: Sequence[Group], mode: str, base: Prediction) -> list[list[tuple[LeafPlan, ...]]]:
+    """Returns, for every value of every group, the leaves that it alone lays out otherwise than `base`, which keeps all
+    groups whole.
+
+    Groups that have no storage in common are laid out together, each with its value of the same number: what one has
+    then is what it would have alone."""
+    graph = pricing.graph
+    found: list[list[tuple[LeafPlan, ...]]] = [[()] * len(group.ways) for group in groups]
+    owners = _owners(graph, groups)
+    linked = {number for numbers in owners.values() if len(numbers) > 1 for number in numbers}
+    turns = [{i: value} for i in sorted(linked) for value in range(1, len(groups[i].ways))]
+    for value in range(1, max(len(group.ways) for group in groups)):
+        turns.append({i: value for i, group in enumerate(groups) if i not in linked and value < len(group.ways)})
+    for turn in turns:
+        values = [turn.get(i, 0) for i in range(len(groups))]
+        leaves = assign(graph, rule_set(groups, values, mode), pricing.mesh, pricing.pins).leaves
+        changed: dict[int, list[LeafPlan]] = {i: [] for i in turn}
+        for new, old in zip(leaves, base.leaves, strict=True):
+            if new != old:
+                (number,) = turn if len(turn) == 1 else owners[new.path]
+                changed[number].append(new)
+        for i, value in turn.items():
+            found[i][value] = tuple(changed[i])
     return found
 
 
+def _owners(graph: Graph, groups: Sequence[Group]) -> dict[str, set[int]]:
+    """Returns, by path of a leaf, the groups with which its layout can change: whose parameter it is or follows, or
+    with one of whose parameters it shares storage."""
+    of_path: dict[str, set[int]] = {}
+    for number, group in enumerate(groups):
+        for path in (path for layer in group.layers for path in layer.params):
+            of_path.setdefault(path, set()).add(number)
+    labels_of = {leaf.path: {graph.hard[atoms[0]] for atoms in leaf.dims if atoms} for leaf in graph.leaves}
+    of_label: dict[int, set[int]] = {}
+    for path, numbers in of_path.items():
+        for label in labels_of[path]:
+            of_label.setdefault(label, set()).update(numbers)
+    owners = {}
+    for leaf in graph.leaves:
+        numbers = set(of_path.get(leaf.path, ())) | of_path.get(leaf.follows or "", set())
+        for label in labels_of[leaf.path]:
+            numbers |= of_label.get(label, set())
+        owners[leaf.path] = numbers
+    return owners
+
+
 def _network(
-    pricing: Pricing, groups: Sequence[Group], base: Prediction, changes: Sequence[Sequence[tuple[LeafPlan, ...]]]
-) -> tuple[CostNetwork, float, float]:
-    """Returns the network, whose costs are seconds beyond those of `base`; the seconds of `base`; and the bytes that
-    are left where every variable has its least. The network's memory has no limit yet: an entry is what a value needs
-    beyond that least."""
+    pricing: Pricing,
+    groups: Sequence[Group],
+    mode: str,
+    base: Prediction,
+    changed: Sequence[Sequence[tuple[LeafPlan, ...]]],
+) -> _Problem:
+    """Returns the problem of a choice among what is `changed` by each value of each group."""
     seconds = pricing.prices.seconds
     before, peak_bytes = seconds(base), float(base.memory.peak_bytes)
     least_bytes = peak_bytes
-    costs, uses = [], []
-    for number, values in enumerate(changes):
+    costs, uses, alone = [], [], []
+    for number, values in enumerate(changed):
         predictions = [base.changed(leaves) if leaves else base for leaves in values]
+        alone.append(predictions)
         costs.append(np.array([seconds(each) - before for each in predictions]))
         extra = np.array([each.memory.peak_bytes - peak_bytes for each in predictions])
         least_bytes += float(extra.min())
@@ -130,14 +196,13 @@ def _network(
     for first, second in _neighbours(pricing.graph, groups):
         table = np.zeros((costs[first].size, costs[second].size))
         for i, j in itertools.product(range(1, table.shape[0]), range(1, table.shape[1])):
-            both = {leaf.path: leaf for leaf in (*changes[first][i], *changes[second][j])}
-            together = seconds(base.changed(both.values())) - before
+            together = seconds(alone[first][i].changed(changed[second][j])) - before
             table[i, j] = together - costs[first][i] - costs[second][j]
         if table.any():
             pairs.append(Pair(first, second, table))
     names = tuple(group.name for group in groups)
-    memory = Memory("device", 0.0, tuple(uses))
-    return CostNetwork(tuple(costs), tuple(pairs), (memory,), names), before, least_bytes
+    network = CostNetwork(tuple(costs), tuple(pairs), (Memory("device", 0.0, tuple(uses)),), names)
+    return _Problem(pricing, groups, mode, network, before, least_bytes)
 
 
 def _within(network: CostNetwork, least_bytes: float, budget_bytes: float) -> CostNetwork | None:

@@ -8,6 +8,7 @@ over layers needs. `cost.time` predicts the time of a lowered program, which tak
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from splitjax.cost.prediction import Prediction
@@ -17,7 +18,6 @@ from splitjax.machines.links import Link
 from splitjax.machines.routes import routes
 from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape
-from splitjax.plan import Collective
 
 # Stand for CPUs, of which no vendor publishes such figures: the order of a core, its memory, and sockets between
 # processes. Choices on CPU are as good as these are for the machine at hand.
@@ -65,20 +65,28 @@ class Prices:
         """Returns the seconds of a predicted step."""
         memory, mesh = prediction.memory, prediction.setting.mesh
         moved = _PASSES * (memory.state_bytes + memory.activation_bytes)
-        sent = sum(self.sending_seconds(each, mesh) for each in prediction.collectives)
+        rings: dict[tuple[str, str], tuple[float, float]] = {}
+        sent = 0.0
+        for each in prediction.collectives:
+            kind = each.op, each.axis
+            if kind not in rings:
+                rings[kind] = self._ring(each.op, each.axis, mesh)
+            seconds, rate = rings[kind]
+            sent += seconds + each.bytes / rate
         return prediction.compute.flops / self.flops_per_second + moved / self.memory_bytes_per_second + sent
 
     def least_seconds(self, flops: float, num_devices: int) -> float:
         """Returns what no layout of a step goes below: its `flops` shared evenly, and nothing sent."""
         return flops / num_devices / self.flops_per_second
 
-    def sending_seconds(self, collective: Collective, mesh: MeshShape) -> float:
-        """Returns the seconds of a collective, by a ring over the slowest of the axes that it goes over."""
-        axes = mesh.present(collective.axis.split("+"))
+    def _ring(self, op: str, axis: str, mesh: MeshShape) -> tuple[float, float]:
+        """Returns (seconds, bytes a second) of a ring over the slowest of the axes that a collective goes over: what
+        its steps wait, and what carries the bytes that a device sends. `axis`: one, or several as `data+model`."""
+        axes = mesh.present(axis.split("+"))
         if not axes:
-            return 0.0
-        links = [self.links.get(axis, self.link) for axis in axes]
+            return 0.0, math.inf
+        links = [self.links.get(each, self.link) for each in axes]
         steps = mesh.size(axes) - 1
         latency = max(link.latency_seconds for link in links)
         rate = min(link.bytes_per_second for link in links)
-        return (2 if collective.op == "all_reduce" else 1) * steps * latency + collective.bytes / rate
+        return (2 if op == "all_reduce" else 1) * steps * latency, rate

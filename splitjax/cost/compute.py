@@ -6,7 +6,7 @@ makes devices repeat each other's work is legal and gives the right numbers: nob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from splitjax.cost.flow import Axes, WeightFlow
 from splitjax.mesh import MeshShape
@@ -22,12 +22,23 @@ def predict_compute(
     **Arguments:** `graph`: the traced step. `flows`: of its uses of weights. `mesh`: the shape of the mesh.
     `batch_axes`: its axes over which the examples are split. `backward`: whether the step takes a gradient, which
     computes a product for the weight and one for its input, but for the input of the first use."""
-    flops = ideal = 0
-    for i, flow in enumerate(flows):
+    return total_compute(flows, (use_split(graph, flow, mesh, batch_axes) for flow in flows), mesh, backward)
+
+
+def total_compute(flows: Sequence[WeightFlow], splits: Iterable[int], mesh: MeshShape, backward: bool) -> Compute:
+    """Returns what a device computes per step. `splits`: among how many devices each of the uses is shared
+    (`use_split`). The others are those of `predict_compute`."""
+    flops, ideal, num_devices = 0, 0, mesh.num_devices
+    for i, (flow, split) in enumerate(zip(flows, splits, strict=True)):
         total = flow.use.flops * (1 + backward * (2 if i else 1))
-        flops += total // mesh.size(split_axes(graph, flow, mesh, batch_axes))
-        ideal += total // mesh.num_devices
+        flops += total // split
+        ideal += total // num_devices
     return Compute(flops, ideal)
+
+
+def use_split(graph: Graph, flow: WeightFlow, mesh: MeshShape, batch_axes: Axes) -> int:
+    """Returns among how many devices the product of a use is shared. The arguments are those of `predict_compute`."""
+    return mesh.size(split_axes(graph, flow, mesh, batch_axes))
 
 
 def split_axes(graph: Graph, flow: WeightFlow, mesh: MeshShape, batch_axes: Axes) -> Axes:

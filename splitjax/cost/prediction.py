@@ -9,8 +9,8 @@ touches what is known exactly:
 - What a use sends depends on its own flow, and on those of its producer and its consumer.
 - What a parameter's gradient sends depends on its own layout, on that of its optimizer state, and on the flows of its
   uses; for a bias on the flows of its layer's uses.
-- Which convolutions and Fourier transforms are evaluated device by device, and how, depends on all parameters: a step
-  that has some derives them anew.
+- Which convolutions with groups and which Fourier transforms are evaluated device by device, and how, depends on all
+  parameters: a step that has some derives them anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from splitjax.cost.collectives import (
     transform_events,
     use_events,
 )
-from splitjax.cost.compute import predict_compute
+from splitjax.cost.compute import total_compute, use_split
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
 from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all, flow_of, split_of
@@ -109,6 +109,7 @@ class Prediction:
       convolution weight, the axes over which each device has the gradient of its own groups alone.
     - `weights`: what a parameter's gradient depends on; None for leaves that are no parameters.
     - `sent_by_use`, `sent_by_leaf`: the collectives. `bytes_by_use`, `bytes_by_leaf`: the terms of the memory.
+    - `split_by_use`: among how many devices each product is shared.
     """
 
     structure: StepStructure
@@ -123,6 +124,7 @@ class Prediction:
     sent_by_leaf: tuple[Sent, ...]
     bytes_by_use: tuple[int, ...]
     bytes_by_leaf: tuple[LeafBytes, ...]
+    split_by_use: tuple[int, ...]
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -147,9 +149,8 @@ class Prediction:
 
     @functools.cached_property
     def compute(self) -> Compute:
-        """The flops of a device, as `predict_compute` says."""
-        setting = self.setting
-        return predict_compute(self.structure.graph, self.flows, setting.mesh, setting.batch_axes, self.manner.backward)
+        """The flops of a device, as `cost.compute.predict_compute` says."""
+        return total_compute(self.flows, self.split_by_use, self.setting.mesh, self.manner.backward)
 
     def _activations(self) -> Iterator[Collective]:
         """Yields the collectives of uses and of Fourier transforms, in program order."""
@@ -232,6 +233,7 @@ class Prediction:
                 self.bytes_by_leaf,
                 {i: leaf_bytes(layout[i], mesh, manner.group_comm, manner.by_rows) for i in of_bytes},
             ),
+            split_by_use=replaced(self.split_by_use, {i: _split(structure, flows[i], setting) for i in moved}),
         )
 
     def _flows_at(self, uses: Iterable[int], layout: Sequence[LeafPlan]) -> dict[int, WeightFlow]:
@@ -267,6 +269,7 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
         sent_by_leaf=tuple(_sent_by_leaf(structure, weight, setting, manner) for weight in weights),
         bytes_by_use=tuple(use_bytes(flow, mesh, manner.group_comm) for flow in flows),
         bytes_by_leaf=bytes_by_leaf(leaves, mesh, manner.group_comm, manner.by_rows),
+        split_by_use=tuple(_split(structure, flow, setting) for flow in flows),
     )
 
 
@@ -287,8 +290,12 @@ def _evaluated_locally(
     which each device has the gradient of its own groups alone."""
     arguments = structure.graph, leaves, setting.mesh, setting.batch_axes, setting.replicated_batch
     transforms = derive_transforms(*arguments) if structure.has_transforms else ()
-    convolutions = derive_convolutions(*arguments) if structure.has_convolutions else ()
+    convolutions = derive_convolutions(*arguments) if structure.has_groups else ()
     return transforms, {each.param: each.gathered for each in convolutions if each.gathered and each.param is not None}
+
+
+def _split(structure: StepStructure, flow: WeightFlow, setting: Setting) -> int:
+    return use_split(structure.graph, flow, setting.mesh, setting.batch_axes)
 
 
 def _sent_by_use(

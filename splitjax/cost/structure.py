@@ -43,7 +43,8 @@ class StepStructure:
     - `narrowed`: by parameter that all of its uses read in a narrower dtype (bfloat16 of float32), how many times
       fewer bytes its values and gradients have where they travel.
     - `dealt`: by parameter, where its columns are dealt out.
-    - `has_convolutions`, `has_transforms`: whether it has operations that are evaluated device by device.
+    - `has_groups`: whether it has convolutions with groups that are evaluated device by device: of others no gradient
+      is put together of parts. `has_transforms`: whether it has Fourier transforms that are.
     """
 
     graph: Graph
@@ -61,7 +62,7 @@ class StepStructure:
     added_by: Mapping[int, tuple[str, ...]]
     narrowed: Mapping[str, int]
     dealt: Mapping[str, tuple[DealtWeight, ...]]
-    has_convolutions: bool
+    has_groups: bool
     has_transforms: bool
 
     @classmethod
@@ -108,7 +109,10 @@ class StepStructure:
             added_by=_grouped((i, path) for path, uses in added_to.items() for i in uses),
             narrowed={path: _narrowed(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
             dealt=_grouped((each.param, each) for each in graph.dealt),
-            has_convolutions=any(suspect.convolution is not None for suspect in graph.suspects),
+            has_groups=any(
+                suspect.convolution is not None and suspect.convolution.groups and not suspect.backward
+                for suspect in graph.suspects
+            ),
             has_transforms=any(suspect.transform is not None for suspect in graph.suspects),
         )
 
