@@ -21,6 +21,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from jax.sharding import Mesh, PartitionSpec
 
+from splitjax._plan_explained import Alternative, Explainer, Explanation, StepCost
 from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
     ROW_EXCHANGE,
@@ -44,7 +45,7 @@ from splitjax._plan_parts import (
 from splitjax._plan_purpose import DENSE_GRADIENTS, GRADIENT_SUMS, Phase, Purpose, PurposeKind, beside
 from splitjax.codec import OneOf
 from splitjax.display import registry
-from splitjax.errors import PlanError
+from splitjax.errors import PlanError, UnavailableError
 from splitjax.mesh import MeshShape
 
 __all__ = [
@@ -52,11 +53,13 @@ __all__ = [
     "FORMAT",
     "GRADIENT_SUMS",
     "ROW_EXCHANGE",
+    "Alternative",
     "BoundaryPlan",
     "Collective",
     "ComingMemory",
     "Compute",
     "Constraint",
+    "Explanation",
     "LayerPlan",
     "LeafLike",
     "LeafPlan",
@@ -70,6 +73,7 @@ __all__ = [
     "SegmentPlan",
     "Spec",
     "SpecEntry",
+    "StepCost",
     "StoredArray",
     "SyncPlan",
     "beside",
@@ -167,6 +171,9 @@ class Plan:
     - `partial`: partial backpropagation, where it was asked for.
     - `boundaries`: how the step's gradient boundaries run, in program order.
     - `compute`: what a device computes, over an even share of it. `warnings`: what is wasted, each with its remedy.
+
+    `explainer` explains the step that the plan is made from; it is no field, so that a copy, a plan that was read from
+    a file and a changed one have none.
     """
 
     mesh: MeshShape
@@ -186,6 +193,10 @@ class Plan:
     boundaries: tuple[BoundaryPlan, ...] = ()
     compute: Compute = Compute()
     warnings: tuple[PlanWarning, ...] = ()
+    explainer: dataclasses.InitVar[Explainer | None] = None
+
+    def __post_init__(self, explainer: Explainer | None) -> None:
+        self.__dict__["_explainer"] = explainer
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, LeafPlan]:
@@ -193,7 +204,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process cannot predict anything.
-        return {**self.__dict__, "memory": self.memory}
+        return {**self.__dict__, "memory": self.memory, "_explainer": None}
 
     def with_summed_memory(self) -> Plan:
         """Returns the plan with the quick sum of its memory where that was not read yet, and itself otherwise. What
@@ -218,6 +229,29 @@ class Plan:
         """Returns the `PartitionSpec` of any leaf of the step's arguments, by `path`. Raises `PlanError` for a path the
         plan lacks."""
         return PartitionSpec(*self.leaf(path).spec)
+
+    def explain(self, name: str, on: str | None = None) -> Explanation:
+        """Explains why a layer lies where it lies, and what each other layout of it would cost: milliseconds, bytes
+        sent and bytes of memory, predicted as a change of this plan.
+
+        **Arguments:**
+
+        - `name`: of a layer, or the path of an array, which stands for its layer. The end serves where only one ends
+          so: `dense1` for `params/dense1`.
+        - `on`: a target such as `tpu:v5e:4x4`, of as many devices as the mesh has, whose published figures the seconds
+          are made of; None for those of the target that the step is for, or figures that stand for the platform.
+
+        Raises `PlanError` for a name that the plan lacks, `TargetError` for what is no target of this mesh, and
+        `UnavailableError` for a plan that does not have its step: one that was read from a file, or changed."""
+        explainer: Explainer | None = self.__dict__["_explainer"]
+        if explainer is None:
+            raise UnavailableError(
+                "this plan was read, copied or changed, and does not know the step that it was made from",
+                value=name,
+                place="Plan.explain",
+                remedy="ask the plan of a step: parallelize(step, plan=PLAN).plan(state, batch).explain(...)",
+            )
+        return explainer(name, on)
 
     @functools.cached_property
     def digest(self) -> str:

@@ -26,6 +26,10 @@ CAUGHT = {
         1,
         "a rule set that a step does not take on a mesh is no candidate there, and why is shown",
     ),
+    "planning/explaining.py: _alternatives": (
+        1,
+        "a layout that the step cannot have is listed with the reason, beside those that it can have",
+    ),
     "cli/__init__.py: main": (1, ENDS_A_COMMAND),
     "compile/choosing.py: _Places.priced": (
         1,

@@ -80,6 +80,7 @@ ROOMS = (
     "cli",
 )
 SAME_ROOM = {
+    "_plan_explained": "plan",
     "_plan_json": "plan",
     "_plan_parts": "plan",
     "_plan_purpose": "plan",

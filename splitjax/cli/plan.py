@@ -26,6 +26,9 @@ class ShowPlan(ModelCommand):
     """Plan for a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, and predict how long a step takes there,
     as a lower bound by its published peaks; or how long it takes here, by a file that `splitjax calibrate` wrote. What
     auto chooses is for a target's figures."""
+    explain: str | None = None
+    """Explain one layer, or the layer of one array, such as params/dense1, instead of showing the whole plan: why it
+    lies so, and what each other layout of it would cost, on --target where that is a machine's name."""
     lock: pathlib.Path | None = None
     """Compare the plan's decisions with this file, and exit with 1 where one has changed. It outlives releases of
     JAX."""
@@ -54,8 +57,9 @@ class ShowPlan(ModelCommand):
         with self.busy("planning"):
             planned = self.planned()
             plan = planned.step.plan(*planned.arguments)
-        self.show(console, planned, plan, "plan")
-        if self.target is not None:
+            shown = plan if self.explain is None else plan.explain(self.explain, self.machine)
+        self.show(console, planned, shown, "plan")
+        if self.target is not None and self.explain is None:
             time = planned.step.time(*planned.arguments, on=self.target)
             console.print(f"\ntime on {self.target}\n{time}", highlight=False, markup=False)
         write_json(self.json, plan.to_json(), console, "plan")

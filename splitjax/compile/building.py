@@ -22,6 +22,7 @@ from splitjax.lower.strategies import CHOOSER, StepWays
 from splitjax.mesh import inside_mesh, platform_of
 from splitjax.plan import ComingMemory, LeafPlan, Memory
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
+from splitjax.planning.explaining import explain
 from splitjax.planning.fused import fused_products
 from splitjax.planning.padding import find_padding, logical_spec
 from splitjax.planning.passes import completed, draft_step, with_tables
@@ -116,7 +117,9 @@ def compile_draft(recipe: Recipe, mesh: Mesh | AbstractMesh, draft: Draft) -> Co
     assert draft.sites is not None, "a draft went through all passes before it is compiled"
     assert isinstance(draft.ways, StepWays), "its boundaries run as lowering chose"
     predicted, traced, tables, ways = predict(draft), draft.traced, draft.tables, draft.ways
-    plan = dataclasses.replace(predicted, memory=ComingMemory(lambda: plan_memory(recipe, entry), predicted.memory))
+    memory = ComingMemory(lambda: plan_memory(recipe, entry), predicted.memory)
+    explainer = functools.partial(explain, draft, target=None if recipe.target is None else str(recipe.target))
+    plan = dataclasses.replace(predicted, memory=memory, explainer=explainer)
     rounded = () if tables is None else tables.rounded
     residual_shardings = {table.param: NamedSharding(mesh, table.residual_spec) for table in rounded}
     lowered = Lowered(StepLayout(MeshContext(draft.mesh), draft.sites), traced.jaxpr, traced.matched, tables)

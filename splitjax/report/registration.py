@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from splitjax.cost.time.prediction import StepTime
     from splitjax.machines.calibration import Calibration
     from splitjax.partial.advice import Advice
-    from splitjax.plan import Plan
+    from splitjax.plan import Explanation, Plan
     from splitjax.report.value import Report
     from splitjax.search.solving import Solution
     from splitjax.sync.analysis import Profile
@@ -31,6 +31,7 @@ def register_documents() -> None:
     registry.register("splitjax.report.value.Report", _report)
     registry.register("splitjax.sync.analysis.Profile", _profile, draw=_draw_profile)
     registry.register("splitjax.partial.advice.Advice", _advice, draw=_draw_advice)
+    registry.register("splitjax._plan_explained.Explanation", _explanation)
     registry.register("splitjax.cost.time.prediction.StepTime", _time)
     registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
@@ -72,6 +73,12 @@ def _draw_advice(advice: Advice, path: str | os.PathLike[str] | None) -> Any:
     from splitjax.report.advice.plot import draw_advice
 
     return draw_advice(advice, path)
+
+
+def _explanation(explanation: Explanation) -> Document:
+    from splitjax.report.prediction.explanation import explanation_document
+
+    return explanation_document(explanation)
 
 
 def _time(time: StepTime) -> Document:

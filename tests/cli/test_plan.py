@@ -68,3 +68,10 @@ def test_rules_and_meshes_that_are_chosen(run):
 def test_choices_that_lack_something(run, options):
     status, _, err = run(f"{PLAN} {options}")
     assert status == 2 and ("--mesh auto" in err or 'rules="auto"' in err or "--devices must be above 0" in err)
+
+
+def test_a_layer_is_explained(run):
+    status, out, _ = run(f"{PLAN} --explain dense1 --target tpu:v5e:2x4")
+    assert status == 0 and "as planned" in out and "tpu:v5e:2x4" in out and "every layout of it" in out
+    status, _, err = run(f"{PLAN} --explain dense7")
+    assert status == 2 and "no such layer" in err and "dense1" in err
