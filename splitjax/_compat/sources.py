@@ -40,8 +40,11 @@ def name_stack(eqn: Any) -> str:
 
 
 def name_stacks(eqns: Sequence[Any]) -> list[str]:
-    """Returns what `name_stack` says of each of `eqns`."""
-    return [name_stack(eqn) for eqn in eqns]
+    """Returns what `name_stack` says of each of `eqns`. Equations share stacks, each of which is asked once."""
+    stacks = [getattr(eqn.source_info, "name_stack", "") for eqn in eqns]
+    by_identity = {id(stack): stack for stack in stacks}
+    names = {key: str(stack) for key, stack in by_identity.items()}
+    return [names[id(stack)] for stack in stacks]
 
 
 def user_frame() -> str:

@@ -65,12 +65,11 @@ def fold(
     env: dict[Any, Any] = dict(zip(inner.constvars, constants, strict=True))
     env.update(zip(inner.invars, operands, strict=True))
 
-    def read(atom: Any) -> Any:
-        return literal(atom) if isinstance(atom, _compat.Literal) else env[atom]
-
+    of_type = _compat.Literal
     for index, eqn in enumerate(inner.eqns):
-        env.update(zip(eqn.outvars, equation(index, eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in inner.outvars]
+        values = [literal(atom) if isinstance(atom, of_type) else env[atom] for atom in eqn.invars]
+        env.update(zip(eqn.outvars, equation(index, eqn, values), strict=True))
+    return [literal(atom) if isinstance(atom, of_type) else env[atom] for atom in inner.outvars]
 
 
 def evaluate(

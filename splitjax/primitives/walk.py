@@ -83,16 +83,21 @@ def walk_inside(eqn: Any, enter: Callable[[Visit], bool] = everywhere) -> Iterat
     yield from _inside(Visit((), eqn), bodies(eqn), enter)
 
 
-def _walk(jaxpr: Any, outer: Visit, enter: Callable[[Visit], bool]) -> Iterator[Visit]:
+def _walk(jaxpr: Any, outer: Visit, enter: Callable[[Visit], bool], only_holders: bool = False) -> Iterator[Visit]:
+    """As `walk`, from the place `outer`; with `only_holders` without what holds no jaxpr, which is nearly all."""
     for index, eqn in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+        inner = bodies(eqn) if eqn.params else ()
+        if only_holders and not inner:
+            continue
         visit = Visit((*outer.site, index), eqn, outer.around, outer.trips, outer.is_conditional, outer.in_boundary)
         yield visit
-        inner = bodies(eqn)
         if inner and enter(visit):
-            yield from _inside(visit, inner, enter)
+            yield from _inside(visit, inner, enter, only_holders)
 
 
-def _inside(visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool]) -> Iterator[Visit]:
+def _inside(
+    visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool], only_holders: bool = False
+) -> Iterator[Visit]:
     name = visit.eqn.primitive.name
     trips = num_trips(visit.eqn) if name in _LOOPS else 1
     for number, body in enumerate(inner):
@@ -104,7 +109,7 @@ def _inside(visit: Visit, inner: Sequence[Any], enter: Callable[[Visit], bool]) 
             visit.is_conditional or name in _CONDS or trips is None,
             visit.in_boundary or name == BOUNDARY,
         )
-        yield from _walk(body, around, enter)
+        yield from _walk(body, around, enter, only_holders)
 
 
 def _is_no_boundary(visit: Visit) -> bool:
@@ -114,12 +119,14 @@ def _is_no_boundary(visit: Visit) -> bool:
 def boundaries(jaxpr: Any, enter: Callable[[Visit], bool] = _is_no_boundary) -> Iterator[Visit]:
     """Yields the visits of the gradient boundaries of `jaxpr`, by default without those in the forward of another.
     `enter`: as for `walk`."""
-    return (visit for visit in walk(jaxpr, enter) if visit.eqn.primitive.name == BOUNDARY)
+    visits = _walk(jaxpr, Visit((), None), enter, only_holders=True)
+    return (visit for visit in visits if visit.eqn.primitive.name == BOUNDARY)
 
 
 def holds_boundary(eqn: Any) -> bool:
     """Returns whether a gradient boundary lies inside the call `eqn` (a step that scans over updates, say)."""
-    return any(visit.eqn.primitive.name == BOUNDARY for visit in walk_inside(eqn, enter=_is_no_boundary))
+    visits = _inside(Visit((), eqn), bodies(eqn), _is_no_boundary, only_holders=True)
+    return any(visit.eqn.primitive.name == BOUNDARY for visit in visits)
 
 
 def equation_at(jaxpr: Any, site: Site) -> Any:

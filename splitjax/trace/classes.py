@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
@@ -76,10 +77,11 @@ class Atoms:
 
     def have_labels(self, labels: Sequence[int], wanted: Container[int]) -> list[bool]:
         """Tells per value whether the label of one of its atoms is `wanted`. `labels`: per atom its label."""
-        return [
-            any(labels[atom] in wanted for position in range(len(dims)) for atom in self.dim(value, position))
-            for value, dims in enumerate(self._dims)
-        ]
+        has = [label in wanted for label in labels]
+        for atom in sorted(self._children, reverse=True):  # of what was split, what its parts say
+            first, second = self._children[atom]
+            has[atom] = has[first] or has[second]
+        return [any([has[atom] for dim in dims for atom in dim]) for dims in self._dims]
 
     def run(self, refs: tuple[DimRef, ...]) -> list[int]:
         """Returns the atoms of the dims `refs`, one after the other, in a new list."""
@@ -99,6 +101,20 @@ class Atoms:
     def num_splits(self) -> int:
         """The number of splits so far."""
         return len(self._children)
+
+    def aligned(self, link: Runs) -> tuple[list[tuple[int, int]], bool] | None:
+        """Returns what `align` returns for a `link` of two dims that are one whole atom each, of the same size: nearly
+        every one is. Returns None for others."""
+        if len(link.left) != 1 or len(link.right) != 1:
+            return None
+        ((value, position),), ((other, place),) = link.left, link.right
+        left, right = self._dims[value][position], self._dims[other][place]
+        if len(left) != 1 or len(right) != 1:
+            return None
+        a, b = left[0], right[0]
+        if a in self._children or b in self._children or self.sizes[a] != self.sizes[b]:
+            return None
+        return ([] if a == b else [(a, b)]), True
 
     def align(self, link: Runs) -> tuple[list[tuple[int, int]], bool]:
         """Pairs the atoms of both runs of a `link`, splitting the larger of two where the smaller divides it.
@@ -134,17 +150,17 @@ class _Union:
     def __init__(self, size: int) -> None:
         self.parent = list(range(size))
 
-    def find(self, a: int) -> int:
+    def unite(self, pairs: Iterable[tuple[int, int]]) -> None:
         parent = self.parent
-        while parent[a] != a:
-            parent[a] = parent[parent[a]]
-            a = parent[a]
-        return a
-
-    def unite(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self.parent[max(a, b)] = min(a, b)
+        for a, b in pairs:
+            while parent[a] != a:
+                parent[a] = a = parent[parent[a]]
+            while parent[b] != b:
+                parent[b] = b = parent[parent[b]]
+            if a < b:
+                parent[b] = a
+            elif b < a:
+                parent[a] = b
 
     def labels(self) -> tuple[int, ...]:
         # Parents have smaller numbers, so that one pass in order finds every root.
@@ -199,7 +215,7 @@ def align(atoms: Atoms, links: Sequence[Runs]) -> Pairs:
     pairs: Pairs = []
     open_ends: list[int] = []  # links with a mismatch, which a later split may mend
     for index, link in enumerate(links):
-        link_pairs, complete = atoms.align(link)
+        link_pairs, complete = atoms.aligned(link) or atoms.align(link)
         pairs.append(link_pairs)
         if not complete:
             open_ends.append(index)
@@ -216,9 +232,7 @@ def align(atoms: Atoms, links: Sequence[Runs]) -> Pairs:
 def unite(atoms: Atoms, pairs: Pairs) -> tuple[int, ...]:
     """Returns one label per atom of `atoms`: equal for atoms that any of `pairs` connect."""
     union = _Union(len(atoms.sizes))
-    for atom_pairs in pairs:
-        for a, b in atom_pairs:
-            union.unite(a, b)
+    union.unite(itertools.chain.from_iterable(pairs))
     return union.labels()
 
 
@@ -233,11 +247,12 @@ def classify(atoms: Atoms, pairs: Pairs, strengths: Sequence[Strength]) -> Class
     """
     union = _Union(len(atoms.sizes))
 
+    of_strength: dict[Strength, list[tuple[int, int]]] = {strength: [] for strength in Strength}
+    for own, atom_pairs in zip(strengths, pairs, strict=True):
+        of_strength[own] += atom_pairs
+
     def labels_with(strength: Strength) -> tuple[int, ...]:
-        for own, atom_pairs in zip(strengths, pairs, strict=True):
-            if own is strength:
-                for a, b in atom_pairs:
-                    union.unite(a, b)
+        union.unite(of_strength[strength])
         return union.labels()
 
     # Each adds to the unions of those before it.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from splitjax import _compat
 from splitjax.primitives.calls import (
@@ -39,9 +39,8 @@ from splitjax.primitives.table import OPERATIONS, STAND_FOR_MANY
 from splitjax.primitives.walk import Site
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Op:
-    """Describes one operation of a flat step.
+class Op(NamedTuple):
+    """Describes one operation of a flat step. A tuple, as a step has ten thousand, and more.
 
     - `primitive`: its name; pseudo-operations start with `_`.
     - `inputs`, `outputs`: numbers of the values that it reads and makes.
@@ -157,7 +156,11 @@ class _Flattener:
         constants = [self.value(var.aval) for var in inner.constvars]
         self.constants.extend(constants)
         # The outermost derivative counts: what an inner one does is part of what the outer one differentiates.
-        phases = [] if where.phase else [derivative_phase(stack) for stack in _compat.name_stacks(inner.eqns)]
+        phases: list[str] = []
+        if not where.phase:
+            stacks = _compat.name_stacks(inner.eqns)
+            by_stack = {stack: derivative_phase(stack) for stack in set(stacks)}
+            phases = [by_stack[stack] for stack in stacks]
         step = lambda index, eqn, values: self.equation(eqn, values, where.at(index, where.phase or phases[index]))
         return fold(jaxpr, operands, step, self.literal, constants)
 
@@ -167,15 +170,17 @@ class _Flattener:
         return value
 
     def equation(self, eqn: Any, operands: list[int], where: _Where) -> list[int]:
-        kind = kind_of(eqn) if eqn.primitive.name in CALLS else None
-        body = None if kind is None else call_body(eqn)
-        if body is not None:
-            return self.walk(
-                body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is CallKind.RULE)
-            )
-        if kind in _CONTROL:
-            return _CONTROL[kind](self, eqn, operands, where)
-        name = _reduction(eqn) or eqn.primitive.name
+        name = eqn.primitive.name
+        if name in CALLS:
+            kind, body = kind_of(eqn), call_body(eqn)
+            if body is not None:
+                return self.walk(
+                    body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is CallKind.RULE)
+                )
+            if kind in _CONTROL:
+                return _CONTROL[kind](self, eqn, operands, where)
+        elif name in _REDUCTIONS:
+            name = _reduction(eqn) or name
         return self.emit(name, operands, [v.aval for v in eqn.outvars], where, eqn, eqn.params)
 
     def emit(
@@ -222,8 +227,7 @@ class _Flattener:
         return self.num_loops - 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Where:
+class _Where(NamedTuple):
     """Says where the walk stands: what `Op` records of the place of an operation."""
 
     site: Site = ()
@@ -251,21 +255,21 @@ class _Where:
 
     def into(self, body: int) -> _Where:
         """Goes into the body of this number."""
-        return dataclasses.replace(self, site=(*self.site, body))
+        return self._replace(site=(*self.site, body))
 
     def in_doubt(self) -> _Where:
         """Stays, where it is not certain that operations run."""
-        return dataclasses.replace(self, conditional=True)
+        return self._replace(conditional=True)
 
     def into_loop(self, body: int, loop: int, trips: int = 1) -> _Where:
         """Goes into a body of the loop of number `loop`, which runs it `trips` times."""
-        return dataclasses.replace(self.into(body), trips=self.trips * trips, loops=(*self.loops, loop))
+        return self._replace(site=(*self.site, body), trips=self.trips * trips, loops=(*self.loops, loop))
 
     def into_call(self, call: Any, editable: bool, custom: bool) -> _Where:
         """Goes into the body of the equation `call`. `editable`: lowering can rebuild it. `custom`: it has a derivative
         rule of its own."""
-        return dataclasses.replace(
-            self.into(0),
+        return self._replace(
+            site=(*self.site, 0),
             editable=self.editable and editable,
             calls=(*self.calls, call),
             rule_at=self.site if custom and self.editable else self.rule_at,
@@ -344,7 +348,7 @@ def _cond(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> lis
 def _boundary(flat: _Flattener, eqn: Any, operands: list[int], where: _Where) -> list[int]:
     flat.num_boundaries += 1
     forward, differentiated = boundary_parts(eqn)
-    results = flat.walk(forward, operands, dataclasses.replace(where.into(0), inside=True))
+    results = flat.walk(forward, operands, where._replace(site=(*where.site, 0), inside=True))
     gradients = []
     for position in differentiated:
         flat.differentiated.add(operands[position])

@@ -39,6 +39,8 @@ class ValueFacts:
     - `updated`: whether it depends on a gradient, without carrying examples: gradients, updates, new parameters.
     - `update`: whether it depends on optimizer state, without carrying examples.
     - `effect`: the first operation that it influences and whose result is about examples, or None.
+    - `weights`: whether it is made of state alone (updated in this step or not).
+    - `effective`: whether it carries examples, or influences a value that does other than through an update.
     - `is_param`: per leaf, whether it is a parameter.
     - `examples`: soft labels of the example dim.
     - `has_examples`: whether some batch argument has an example dim.
@@ -49,17 +51,11 @@ class ValueFacts:
     updated: tuple[bool, ...]
     update: tuple[bool, ...]
     effect: tuple[int | None, ...]
+    weights: tuple[bool, ...]
+    effective: tuple[bool, ...]
     is_param: tuple[bool, ...]
     examples: frozenset[int]
     has_examples: bool
-
-    def is_weight(self, value: int) -> bool:
-        """Tells whether a `value` is made of state alone (updated in this step or not)."""
-        return not self.carrying[value] and (not self.data[value] or self.updated[value])
-
-    def has_effect(self, value: int) -> bool:
-        """Tells whether a `value` carries examples, or influences one that does other than through an update."""
-        return self.carrying[value] or self.effect[value] is not None
 
 
 def batch_values(flat: FlatStep, arguments: Sequence[Argument]) -> list[int]:
@@ -219,12 +215,15 @@ def analyse(flat: FlatStep, arguments: Sequence[Argument], atoms: Atoms, soft: S
         for v, a, param in zip(flat.inputs, arguments, is_param, strict=True)
         if a.is_state and not param and flat.shapes[v] and is_floating(flat.dtypes[v])
     ]
+    updated = forward(flat, gradients, stop=carrying.__getitem__)
     return ValueFacts(
         carrying=tuple(carrying),
         data=tuple(data),
-        updated=tuple(forward(flat, gradients, stop=carrying.__getitem__)),
+        updated=tuple(updated),
         update=tuple(forward(flat, seeds, stop=carrying.__getitem__)),
         effect=tuple(effect),
+        weights=tuple([not c and (u or not d) for c, d, u in zip(carrying, data, updated, strict=True)]),
+        effective=tuple([c or first is not None for c, first in zip(carrying, effect, strict=True)]),
         is_param=tuple(is_param),
         examples=whole,
         has_examples=has_examples,

@@ -70,9 +70,10 @@ def group_params(
     norms = find_norms(flat, flow, linked.mixing, sources)
     added = _added_to(flat, flow, linked, uses, sources)
     names: dict[int, str] = {}
+    containers = {path[:end] for path in parents for end, letter in enumerate(path) if letter == "/"}
     for parent, members in parents.items():
         heavy = [i for i in members if i in weights]
-        is_module = bool(parent) and not any(path.startswith(f"{parent}/") for path in parents)
+        is_module = bool(parent) and parent not in containers
         if is_module and (len(heavy) <= 1 or cells.issuperset(heavy)):
             for i in members:
                 names[i] = arguments[i].path if heavy and i in norms and i not in heavy else parent
@@ -137,7 +138,7 @@ def _added_to(
             weight = at.get(index)
         else:
             weight = next((made_by[v] for v in op.inputs if v in made_by), None)
-        if weight is None or not flow.has_effect(op.outputs[0]):
+        if weight is None or not flow.effective[op.outputs[0]]:
             continue
         if linked.joins[index]:
             for v in op.inputs:
@@ -245,13 +246,13 @@ def find_norms(
     for index, op in enumerate(flat.ops):
         if not op.outputs or op.phase == BACKWARD:
             continue
-        if op.primitive in ("rsqrt", "sqrt") and flow.data[op.inputs[0]] and not flow.is_weight(op.inputs[0]):
+        if op.primitive in ("rsqrt", "sqrt") and flow.data[op.inputs[0]] and not flow.weights[op.inputs[0]]:
             tag = True
         elif mixing[index]:
             tag = False
         else:
             tag = any(tagged[v] for v in op.inputs)
-            if tag and len(op.inputs) > 1 and flow.has_effect(op.outputs[0]):
+            if tag and len(op.inputs) > 1 and flow.effective[op.outputs[0]]:
                 for v in op.inputs:
                     norms.update(sources[v])
         if tag:

@@ -60,14 +60,24 @@ def link(flat: FlatStep) -> Linked:
     shapes = list(flat.shapes)
     maps: list[DimMap | None] = []
     unknown = []
-    by_shapes: dict[tuple[Shapes, Shapes], DimMap] = {}  # of elementwise operations
+    alike = _Elementwise()
     for index, op in enumerate(flat.ops):
         rule = op.facts.dims
         if rule is None:
             unknown.append(index)
             maps.append(None)
             continue
-        dim_map = _alike(op, flat, by_shapes) if rule is elementwise else _apply(rule, op, flat)
+        if rule is elementwise:
+            dim_map, joined = alike.of(op, flat)
+            maps.append(dim_map)
+            values = (*op.outputs, *op.inputs)
+            links += [
+                RawLink(((values[t], d),), ((values[to], d),), index, operand)
+                for t, d, to, operand in joined
+                if values[t] != values[to]
+            ]
+            continue
+        dim_map = _apply(rule, op, flat)
         maps.append(dim_map)
         links.extend(_links_of(index, op, dim_map, shapes))
     # What an unknown operation does is not known, so its result counts as a new representation.
@@ -76,13 +86,48 @@ def link(flat: FlatStep) -> Linked:
     return Linked(tuple(links), tuple(shapes), tuple(maps), mixing, joins, tuple(unknown))
 
 
-def _alike(op: Op, flat: FlatStep, known: dict[tuple[Shapes, Shapes], DimMap]) -> DimMap:
-    """Returns the labels of an elementwise operation, which follow from its shapes: those `known`, or new ones."""
-    shapes = tuple(flat.shapes[v] for v in op.inputs), tuple(flat.shapes[v] for v in op.outputs)
-    dim_map = known.get(shapes)
-    if dim_map is None:
-        dim_map = known[shapes] = _apply(elementwise, op, flat)
-    return dim_map
+# Of an elementwise operation the dims that are linked: (tensor, dim, tensor that it is linked to, operand), where
+# tensors are numbered results first, and the operand is that of a `RawLink`.
+Joined = tuple[tuple[int, int, int, int], ...]
+
+
+class _Elementwise:
+    """Keeps what is known of elementwise operations by their shapes, from which their labels and links follow: most
+    operations of a step are of this kind, and few differ in their shapes. Lives for one call of `link`."""
+
+    def __init__(self) -> None:
+        self._by_shapes: dict[tuple[int, Shapes], tuple[DimMap, Joined]] = {}  # of the results, and the operands
+        # Labels depend on which dims have size 1 alone.
+        self._by_ones: dict[tuple[int, tuple[tuple[bool, ...], ...]], tuple[DimMap, Joined]] = {}
+
+    def of(self, op: Op, flat: FlatStep) -> tuple[DimMap, Joined]:
+        """Returns the labels of an elementwise operation of `flat`, and which of its dims are linked."""
+        shapes = flat.shapes
+        num_results, own = len(op.outputs), tuple([shapes[v] for v in (*op.outputs, *op.inputs)])
+        known = self._by_shapes.get((num_results, own))
+        if known is None:
+            ones = num_results, tuple(tuple(size == 1 for size in shape) for shape in own)
+            known = self._by_ones.get(ones)
+            if known is None:
+                dim_map = _apply(elementwise, op, flat)
+                known = self._by_ones[ones] = dim_map, _joined(dim_map, own)
+            self._by_shapes[num_results, own] = known
+        return known
+
+
+def _joined(dim_map: DimMap, shapes: Sequence[tuple[int, ...]]) -> Joined:
+    """Returns which dims the labels of an elementwise operation link, each to the first that has its label, results
+    first. `shapes`: of its results, and behind them of its operands."""
+    anchor: dict[Label, tuple[int, int]] = {}
+    joined: list[tuple[int, int, int, int]] = []
+    for tensor, labels in enumerate((*dim_map.outputs, *dim_map.inputs)):
+        for position, dim in enumerate(labels):
+            if dim and shapes[tensor][position] != 1:
+                first, at = anchor.setdefault(dim[0], (tensor, position))
+                assert at == position, "dims of elementwise operations keep their place"
+                if first != tensor:
+                    joined.append((tensor, position, first, max(tensor - len(dim_map.outputs), -1)))
+    return tuple(joined)
 
 
 def _apply(rule: DimRule, op: Op, flat: FlatStep) -> DimMap:

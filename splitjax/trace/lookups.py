@@ -10,11 +10,13 @@ Both leave the table dense, with the reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from splitjax.trace.flatten import FlatStep, Op
 from splitjax.trace.row_update import WholeTableUpdate, row_update
 from splitjax.trace.tables import Lookup, LookupTable, RowUpdate
+
+_CONVERSIONS = ("convert_element_type", "copy")  # what they give is the table, perhaps in another dtype
 
 
 def find_tables(flat: FlatStep, state_results: Mapping[int, int], paths: Sequence[str]) -> tuple[LookupTable, ...]:
@@ -30,7 +32,7 @@ def find_tables(flat: FlatStep, state_results: Mapping[int, int], paths: Sequenc
     for op in flat.ops:
         if op.primitive == "_gradient":
             gradients.setdefault(op.inputs[0], []).append(op)
-    readers = _readers(flat)
+    readers = _readers(flat, gradients.keys())
     tables: list[LookupTable] = []
     for leaf, value in enumerate(flat.inputs):
         if leaf in state_results and value in gradients and len(flat.shapes[value]) >= 1:
@@ -40,12 +42,17 @@ def find_tables(flat: FlatStep, state_results: Mapping[int, int], paths: Sequenc
     return tuple(tables)
 
 
-def _readers(flat: FlatStep) -> Mapping[int, list[Op]]:
-    """Maps a value to the operations that read it."""
-    readers: dict[int, list[Op]] = {}
+def _readers(flat: FlatStep, values: Iterable[int]) -> Mapping[int, list[Op]]:
+    """Maps each of `values`, and what it is converted to, to the operations of differentiated computations that read
+    it."""
+    readers: dict[int, list[Op]] = {value: [] for value in values}
     for op in flat.ops:
-        for value in dict.fromkeys(op.inputs):
-            readers.setdefault(value, []).append(op)
+        if op.inside and not readers.keys().isdisjoint(op.inputs):
+            for value in dict.fromkeys(op.inputs):
+                if value in readers:
+                    readers[value].append(op)
+            if op.primitive in _CONVERSIONS:
+                readers[op.outputs[0]] = []
     return readers
 
 
@@ -79,9 +86,7 @@ def _uses(flat: FlatStep, value: int, readers: Mapping[int, list[Op]]) -> Iterat
     """Yields every operation of differentiated computations that reads the value, or a conversion of it, with what it
     reads."""
     for op in readers.get(value, ()):
-        if not op.inside:
-            continue
-        if op.primitive in ("convert_element_type", "copy"):
+        if op.primitive in _CONVERSIONS:
             yield from _uses(flat, op.outputs[0], readers)
         else:
             yield op, value

@@ -38,7 +38,7 @@ def name_dims(
         for use in uses:
             if use.backward == backward:
                 seeds.setdefault(use.op, []).append(use)
-        of_values = _walk_back(flat, linked, flow, seeds, sources)
+        of_values = _walk_back(flat, linked, flow, seeds, sources) if seeds else {}
         for index, is_param in enumerate(flow.is_param):
             names = of_values.get(flat.inputs[index])
             if is_param and names is not None and any(names) and index not in named:
@@ -66,7 +66,7 @@ def _walk_back(
             add(op.inputs[use.weight], use.names)
         if op.primitive == "_scan_in" and sources[op.inputs[0]]:
             own = names.get(op.outputs[0], (None,) * len(flat.shapes[op.outputs[0]]))
-            if flow.has_effect(op.outputs[0]):
+            if flow.effective[op.outputs[0]]:
                 add(op.inputs[0], ("stack", *own))
             continue
         dim_map = linked.maps[index]

@@ -86,7 +86,7 @@ def _sequence_loops(flat: FlatStep, flow: ValueFacts, carried: Mapping[int, set[
     """Finds the loops that read data by steps: scanned, or picked from a whole sequence with a carried index."""
     loops: set[int] = set()
     for op in flat.ops:
-        if not op.loops or not op.inputs or not flow.data[op.inputs[0]] or flow.is_weight(op.inputs[0]):
+        if not op.loops or not op.inputs or not flow.data[op.inputs[0]] or flow.weights[op.inputs[0]]:
             continue
         loop = op.loops[-1]
         if op.primitive == "_scan_in":
@@ -107,7 +107,7 @@ def _sliced_in(flat: FlatStep, flow: ValueFacts) -> dict[int, frozenset[int]]:
         if op.primitive == "_scan_in":
             own |= {op.loops[-1]}
         if own:
-            sliced.update((v, own) for v in op.outputs if flow.is_weight(v))
+            sliced.update((v, own) for v in op.outputs if flow.weights[v])
     return sliced
 
 

@@ -152,7 +152,7 @@ class _Walk:
                 return
             if op.inside or op.primitive == "_gradient":
                 continue  # what the differentiated computation reads of the table is not the update's
-            behind = any(v in self.behind for v in op.inputs)
+            behind = not self.behind.isdisjoint(op.inputs)
             if behind:
                 self.behind.update(op.outputs)
             if op.primitive == "broadcast_in_dim" and 0 not in op.params["broadcast_dimensions"]:
@@ -162,10 +162,12 @@ class _Walk:
                 self.rest.setdefault(op.outputs[0], self.numbers.get(op.inputs[0], Number()))
                 continue
             stated = op.facts.rows
-            computes = len(op.outputs) == 1 and all(v in self.numbers for v in op.inputs)
-            if computes and stated is not None and stated.value is not None:
-                self.numbers[op.outputs[0]] = _combine(op, stated, [self.numbers[v] for v in op.inputs])
-            if any(v in self.rest for v in op.inputs):
+            if stated is not None and stated.value is not None and len(op.outputs) == 1:
+                numbers = [self.numbers.get(v) for v in op.inputs]
+                known = [number for number in numbers if number is not None]
+                if len(known) == len(numbers):
+                    self.numbers[op.outputs[0]] = _combine(op, stated, known)
+            if not self.rest.keys().isdisjoint(op.inputs):
                 problem = self._step(op, behind)
                 if problem is not None and behind and any(v in self.rest and v in self.behind for v in op.inputs):
                     self.refusal = WholeTableUpdate(problem, op.source)

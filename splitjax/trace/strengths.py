@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from splitjax.primitives.operation import Trait
 from splitjax.trace.classes import Strength
-from splitjax.trace.flatten import BACKWARD, FlatStep
+from splitjax.trace.flatten import BACKWARD, FlatStep, Op
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked, RawLink
 
@@ -29,35 +29,33 @@ def strengths(flat: FlatStep, linked: Linked, flow: ValueFacts, raw: Sequence[Ra
     soft for backward passes, residual operands, carried values and updates that mix; local otherwise.
     """
     skips, returns = cut_operands(flat, linked, flow)
-    of_op = [_of_operation(flat, linked, flow, index) for index in range(len(flat.ops))]
-    of_link: list[Strength] = []
-    for link in raw:
-        if link.op < 0:
-            of_link.append(Strength.HARD)
-            continue
-        strength = of_op[link.op]
-        if strength == Strength.LOCAL:
-            cut = link.operand in skips.get(link.op, ()) or (link.op in returns and link.contracted)
-            strength = Strength.SOFT if cut else strength
-        of_link.append(strength)
+    # What only reads optimizer state to make examples of it (spectral norm) is no update: its results carry examples.
+    of_update = [own or of_gradient for own, of_gradient in zip(flow.update, flow.updated, strict=True)]
+    of_op = [_of_operation(op, is_mixing, of_update) for op, is_mixing in zip(flat.ops, linked.mixing, strict=True)]
+    of_op.append(Strength.HARD)  # of ties: their operation is number -1
+    of_link = [of_op[link.op] for link in raw]
+    if skips or returns:
+        cut = skips.keys() | returns
+        for number, link in enumerate(raw):
+            if link.op in cut and of_link[number] is Strength.LOCAL:
+                if link.operand in skips.get(link.op, ()) or (link.op in returns and link.contracted):
+                    of_link[number] = Strength.SOFT
     return of_link
 
 
-def _of_operation(flat: FlatStep, linked: Linked, flow: ValueFacts, index: int) -> Strength:
-    """Decides the strength of an operation's links, cuts aside."""
-    op = flat.ops[index]
-    if op.primitive == "_gradient":
-        return Strength.HARD
-    if op.primitive == "_carry_back":
-        return Strength.HARD if flow.update[op.inputs[0]] or flow.updated[op.inputs[0]] else Strength.SOFT
-    if op.phase == BACKWARD or op.primitive == "add_any":
+def _of_operation(op: Op, is_mixing: bool, of_update: Sequence[bool]) -> Strength:
+    """Decides the strength of an operation's links, cuts aside. `of_update`: per value whether it is of the update."""
+    if op.phase == BACKWARD or op.primitive in ("_gradient", "_carry_back", "add_any"):
+        if op.primitive == "_gradient":
+            return Strength.HARD
+        if op.primitive == "_carry_back":
+            return Strength.HARD if of_update[op.inputs[0]] else Strength.SOFT
         # Cotangents mirror the forward pass, and meet activations on the far side of a cut.
         return Strength.SOFT
-    # What only reads optimizer state to make examples of it (spectral norm) is no update: its results carry examples.
-    if any(flow.update[v] or flow.updated[v] for v in op.outputs):
-        # Several arrays side by side in one are a copy, not the same storage.
-        arranges = Trait.ARRANGES in op.facts.traits
-        return Strength.SOFT if linked.mixing[index] or arranges else Strength.HARD
+    for v in op.outputs:
+        if of_update[v]:
+            # Several arrays side by side in one are a copy, not the same storage.
+            return Strength.SOFT if is_mixing or Trait.ARRANGES in op.facts.traits else Strength.HARD
     return Strength.LOCAL
 
 
@@ -95,7 +93,7 @@ def cut_operands(flat: FlatStep, linked: Linked, flow: ValueFacts) -> tuple[dict
                 skips[index] = frozenset(upstream)
         elif len(op.inputs) > 1 and mixing:
             pairs = (op.inputs[:2], op.inputs[1::-1])
-            if any(above[weight] & mixed[data] and flow.is_weight(weight) for weight, data in pairs):
+            if any(above[weight] & mixed[data] and flow.weights[weight] for weight, data in pairs):
                 returns.add(index)
         every, through = 0, 0
         for v in op.inputs:

@@ -244,14 +244,20 @@ def _cotangents(
 
 def _feeds(flat: FlatStep, uses: set[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
     """Finds, per value, the batch leaves that reach it without passing a use of a weight."""
-    feeds: list[frozenset[str]] = [frozenset()] * len(flat.shapes)
+    nothing: frozenset[str] = frozenset()
+    feeds = [nothing] * len(flat.shapes)
     for value, argument in zip(flat.inputs, arguments, strict=True):
         if argument.is_batch:
             feeds[value] = frozenset((argument.path,))
     for index, op in enumerate(flat.ops):
-        batch_leaves = frozenset().union(*(feeds[v] for v in op.inputs)) if index not in uses else frozenset()
-        for v in op.outputs:
-            feeds[v] = batch_leaves
+        batch_leaves = nothing
+        for v in op.inputs:
+            own = feeds[v]
+            if own and own is not batch_leaves:
+                batch_leaves = batch_leaves | own if batch_leaves else own
+        if batch_leaves and index not in uses:
+            for v in op.outputs:
+                feeds[v] = batch_leaves
     return feeds
 
 

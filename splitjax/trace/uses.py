@@ -105,7 +105,7 @@ def weight_sources(flat: FlatStep, flow: ValueFacts) -> list[frozenset[int]]:
                 made = made | own if made else own
         if made and len(made) <= _MAX_SOURCES:
             for v in op.outputs:
-                if flow.is_weight(v):
+                if flow.weights[v]:
                     sources[v] = made
     return sources
 
@@ -122,13 +122,13 @@ def _operands(
         partner = op.inputs[1 - weight]
         if flow.carrying[partner]:
             return weight, 1 - weight
-        if not flow.has_effect(op.outputs[0]) and flow.has_examples and not op.inside and op.phase != FORWARD:
+        if not flow.effective[op.outputs[0]] and flow.has_examples and not op.inside and op.phase != FORWARD:
             continue
-        if flow.data[partner] and not flow.is_weight(partner):
+        if flow.data[partner] and not flow.weights[partner]:
             return weight, 1 - weight
         if (
             op.primitive == "gather"
-            and flow.has_effect(op.outputs[0])
+            and flow.effective[op.outputs[0]]
             and not sources[partner]
             and len(flat.shapes[partner]) > 1
         ):
