@@ -4,6 +4,7 @@ planning.
     python -m benchmarks overhead                   everything (about ten minutes on two busy cores), and its page
     python -m benchmarks overhead --parts programs dispatch planning
     python -m benchmarks overhead --quick           a small part of each, printed only
+    python -m benchmarks overhead --before CHECKOUT what a call adds, against an earlier checkout, and its page
 
 Programs are compared as XLA's optimised text, without names of modules and source lines. Step times are medians of
 ratios: both versions take turns, step by step, so that other work on the machine meets both.
@@ -17,6 +18,7 @@ import dataclasses
 import pathlib
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +29,9 @@ import jax.numpy as jnp
 import optax
 
 import splitjax
-from benchmarks import _by_hand, planning_time
+from benchmarks import _by_hand, _calls, planning_time
+from benchmarks._calls import Tiny
 from benchmarks._common import table, virtual_devices, write_stored
-from splitjax.models import build, make_step
 
 PARTS = ("programs", "dispatch", "planning")
 MOST_RATIO = 1.02
@@ -85,11 +87,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=300, help="timed steps of each version; a quarter where the programs are identical"
     )
-    parser.add_argument("--calls", type=int, default=2000, help="timed calls of each kind")
+    parser.add_argument("--calls", type=int, default=2000, help="timed calls of each kind; with --before of a round")
+    parser.add_argument("--before", type=pathlib.Path, help="an earlier checkout: calls alone are compared with its")
+    parser.add_argument("--rounds", type=int, default=40, help="with --before: how often both checkouts are asked")
     parser.add_argument(
         "--output", type=pathlib.Path, help="folder of the page; a whole run writes to benchmarks/results"
     )
     options = parser.parse_args(argv)
+    if options.before is not None:
+        return _compare_calls(options)
     parts = options.parts or PARTS
     num_steps, num_calls = (8, 20) if options.quick else (options.steps, options.calls)
     cases = (_by_hand.CASES[0], _by_hand.CASES[1], _by_hand.CASES[-1]) if options.quick else _by_hand.CASES
@@ -185,51 +191,40 @@ def _collectives(hlo: str) -> list[str]:
 
 
 def _dispatch(mesh: dict[str, int], num_calls: int) -> Dispatch:
-    """A step that hardly computes, over a state with the structure of VGG-16's under SGD with momentum, all arrays
-    tiny."""
-    spec = build("vgg16")
-    init, _, _ = make_step(spec, optax.sgd(0.1, momentum=0.9))
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    arrays = {name: jax.tree.map(lambda leaf: jnp.ones(8), shapes[name]) for name in ("params", "opt")}
-
-    def tiny(state, batch):
-        return state, batch.sum()
-
-    step = splitjax.parallelize(tiny, mesh=mesh, rules="data_parallel")
-    batch = jax.device_put(
-        jnp.ones(8), jax.sharding.NamedSharding(step.mesh, jax.sharding.PartitionSpec(step.mesh.axis_names))
-    )
-    states = [step.place(arrays, example=(batch,)) for _ in range(2)]
-    states[0], _ = step(states[0], batch)
-    inner = step._programs.last.jitted
-    calls = (step, inner)
-    seconds: list[list[float]] = [[], []]
-    for number in range(num_calls + 50):
-        for which in ((0, 1), (1, 0))[number % 2]:
-            started = time.perf_counter()
-            states[which], total = calls[which](states[which], batch)
-            taken = time.perf_counter() - started
-            total.block_until_ready()
-            if number >= 50:
-                seconds[which].append(taken)
-    whole, bare = (statistics.median(one) for one in seconds)
-    added = statistics.median(a - b for a, b in zip(*seconds, strict=True))
-    found = Dispatch(len(step.mesh.devices.flat), len(jax.tree.leaves(arrays)), num_calls, whole, bare, added,
-                     _alone(step, states[0], batch, num_calls))  # fmt: skip
+    """Times the calls of a step that hardly computes."""
+    tiny = Tiny.on(mesh)
+    pairs = tiny.pairs(num_calls)
+    whole, bare = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    added = statistics.median(of_step - of_jitted for of_step, of_jitted in pairs)
+    found = Dispatch(len(tiny.step.mesh.devices.flat), tiny.num_leaves, num_calls, whole, bare, added,
+                     tiny.alone(num_calls))  # fmt: skip
     print(_dispatch_line(found), flush=True)
     return found
 
 
-def _alone(step: Any, state: Any, batch: Any, num_calls: int) -> float:
-    """The time of a call whose jitted function returns at once."""
-    result = (state, batch)
-    step._programs.last = dataclasses.replace(step._programs.last, jitted=lambda *args: result)
-    seconds = []
-    for _ in range(num_calls):
-        started = time.perf_counter()
-        step(state, batch)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def _compare_calls(options: argparse.Namespace) -> int:
+    """Compares calls with those of an earlier checkout, and writes the page."""
+    num_rounds, num_calls = (2, 20) if options.quick else (options.rounds, options.calls)
+    measured = []
+    for num_devices in (1, 8):
+        for one in _calls.compare(options.before, num_devices, num_rounds, num_calls):
+            print(_calls.line_of(one), flush=True)
+            measured.append(one)
+    if options.output or not options.quick:
+        from benchmarks import machine
+
+        command = f"python -m benchmarks overhead --before CHECKOUT --rounds {num_rounds} --calls {num_calls}"
+        commit = subprocess.run(
+            ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        stored = {
+            "header": machine.header(machine.this_machine(), command).rstrip(),
+            "before_commit": commit.stdout.strip(),
+            "num_calls": num_calls,
+            "calls": [dataclasses.asdict(one) for one in measured],
+        }
+        print("wrote", write_stored("calls", stored, _calls.page_lines, options.output))
+    return 0 if options.quick or all(one.ok for one in measured) else 1
 
 
 def _compared_line(one: Compared) -> str:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import numbers, overhead, planning_time, state, verify, walk
+from benchmarks import _calls, numbers, overhead, planning_time, state, verify, walk
 from benchmarks._common import RESULTS, write_stored
 
 HEADER = "- 2026-11-20, commit 1234567, Linux\n- command: `python -m benchmarks widgets`"
@@ -23,6 +23,7 @@ STATE = state.Measured(
 )  # fmt: skip
 COMPARED = overhead.Compared("vgg", "fsdp", "batch and state alone", True, False, 77, True, 1.017, (0.98, 1.05), 0.123)
 DISPATCH = overhead.Dispatch(8, 64, 432, 172e-6, 119e-6, 31.4e-6, 30.4e-6)
+CALLS = _calls.Against(8, "added", (31.5e-6, 32.5e-6, 33.5e-6), (32.75e-6, 33.75e-6, 34.75e-6))
 VERIFIED = verify.Verified("vgg16", "megatron", 33_638_218, 0.4, 21.6, 33.1, 4321, 57, 3.1e-13, True, "")
 COUNTS = {"plain: plan": {"files": 26, "switches": 1153}, "plain: lower": {"files": 35, "switches": 3150}}
 
@@ -32,6 +33,11 @@ def as_json(*values):
 
 
 MEASURED = {
+    "calls": (
+        _calls,
+        {"before_commit": "7654321", "num_calls": 1234, "calls": as_json(CALLS)},
+        ("7654321", "1,234 calls", "3 times", "| 32.5 | 33.8 | **+1.25** |"),
+    ),
     "numbers": (numbers, {"cells": [{**vars(cell), "check": cell.check.name} for cell in CELLS]}, ("3e-13, 7e-12",)),
     "overhead": (
         overhead,
