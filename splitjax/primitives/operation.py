@@ -103,6 +103,20 @@ class RowFacts:
     value: Callable[..., Any] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """Says where an operation is not defined, or its derivative, or grows beyond all numbers.
+
+    - `operands`: positions of the operands on which that depends.
+    - `holds(position, number)`: tells whether it is defined where an entry of the operand at this position is a finite
+      `number`, whatever the other operands are; its derivative need not be. It may say so of too few numbers. None: of
+      no number is that known.
+    """
+
+    operands: tuple[int, ...]
+    holds: Callable[[int, float], bool] | None = None
+
+
 DimNames = tuple[str | None, ...]  # of a weight: "in", "out", "expert", "vocab", ..., or None
 
 
@@ -138,6 +152,7 @@ class OperationFacts:
     - `linear`: in which operands it is linear; None: in none.
     - `rows`: what it does with the rows of a table; None: nothing is known but what the dim rule tells.
     - `weights`: what it does with a parameter that it multiplies, or looks rows up in; None: it makes no layer.
+    - `domain`: where it is not defined; None: it is everywhere, or nothing is known of it.
     - `traits`: what else holds of it.
     - `size_params`: parameters that hold sizes, of which a part of the batch has its own.
     """
@@ -150,6 +165,7 @@ class OperationFacts:
     linear: Linear | None = None
     rows: RowFacts | None = None
     weights: Weights | None = None
+    domain: Domain | None = None
     traits: frozenset[Trait] = frozenset()
     size_params: frozenset[str] = frozenset()
 

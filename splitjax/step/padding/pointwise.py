@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax.primitives.elementwise import ELEMENTWISE
+from splitjax.primitives.operation import Domain
+from splitjax.primitives.table import OPERATIONS
 from splitjax.step.padding.values import (
     Sizes,
     array_of,
@@ -27,16 +29,6 @@ from splitjax.step.padding.values import (
 
 # A number at which all of them are defined, with finite derivatives.
 _HARMLESS = 0.5
-# Operations that are not defined everywhere, or grow beyond all numbers, with the operands of which that depends.
-_RISKY: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(
-        "exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt reciprocal tan sinh cosh asin acos atanh erf_inv lgamma digamma"
-        " bessel_i0e bessel_i1e integer_pow abs".split(),
-        (0,),
-    ),
-    **dict.fromkeys("pow atan2 igamma igammac polygamma zeta".split(), (0, 1)),
-    **dict.fromkeys("div rem".split(), (1,)),
-}
 # What operations make of numbers, as far as somebody needs it: optimizers, mostly.
 _NUMBERS: dict[str, Callable[..., float]] = {
     "add": lambda a, b: a + b,
@@ -92,9 +84,11 @@ def pointwise(eqn: Any, values: Sequence[Any], wanted: Sequence[Sizes], is_diffe
         _beside(value, tuple(variable.aval.shape), shape, sizes)
         for variable, value in zip(eqn.invars, values, strict=True)
     ]
-    for position in _RISKY.get(name, ()):
-        if is_differentiated or not _is_safe(name, position, operands[position]):
-            operands[position] = masked(operands[position], _harmless(name, operands[position]))
+    domain = OPERATIONS.of(name, eqn.params).domain
+    if domain is not None:
+        for position in domain.operands:
+            if is_differentiated or not _is_safe(domain, position, operands[position]):
+                operands[position] = masked(operands[position], _harmless(name, operands[position]))
     results = _compat.bind_equation(_grown_params(eqn, shape, sizes), [array_of(value) for value in operands])
     fill = _fill(name, operands)
     return [
@@ -124,18 +118,12 @@ def _harmless(name: str, value: Any) -> float | int:
     return -math.inf if is_power else _HARMLESS
 
 
-def _is_safe(name: str, position: int, value: Any) -> bool:
-    """Tells whether an operation is defined at what stands in the padding of an operand."""
+def _is_safe(domain: Domain, position: int, value: Any) -> bool:
+    """Tells whether an operation is defined at what stands in the padding of an operand, by its `domain`."""
     fill = fill_of(value)
     if fill is None or not math.isfinite(fill):
         return not sizes_of(value)
-    if name in ("div", "rem", "reciprocal"):
-        return fill != 0
-    if name in ("log", "log2", "rsqrt"):
-        return fill > 0
-    if name in ("exp", "exp2", "expm1", "sqrt", "cbrt", "abs", "integer_pow", "log1p", "pow"):
-        return 0 <= fill <= 1 and (position == 0 or fill > 0)
-    return False
+    return domain.holds is not None and domain.holds(position, fill)
 
 
 def _fill(name: str, operands: Sequence[Any]) -> float | None:
