@@ -102,19 +102,27 @@ class Atoms:
         """The number of splits so far."""
         return len(self._children)
 
-    def aligned(self, link: Runs) -> tuple[list[tuple[int, int]], bool] | None:
-        """Returns what `align` returns for a `link` of two dims that are one whole atom each, of the same size: nearly
-        every one is. Returns None for others."""
-        if len(link.left) != 1 or len(link.right) != 1:
-            return None
-        ((value, position),), ((other, place),) = link.left, link.right
-        left, right = self._dims[value][position], self._dims[other][place]
-        if len(left) != 1 or len(right) != 1:
-            return None
-        a, b = left[0], right[0]
-        if a in self._children or b in self._children or self.sizes[a] != self.sizes[b]:
-            return None
-        return ([] if a == b else [(a, b)]), True
+    def align_all(self, links: Sequence[Runs]) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Pairs the atoms of each of `links` as `align` does. Returns the pairs of each, and which of them did not line
+        up."""
+        dims, children, sizes = self._dims, self._children, self.sizes
+        pairs: list[list[tuple[int, int]]] = []
+        open_ends: list[int] = []
+        for index, link in enumerate(links):
+            left, right = link.left, link.right
+            if len(left) == 1 and len(right) == 1:
+                # Nearly every link is of two dims that are a whole atom each, of the same size.
+                one, other = dims[left[0][0]][left[0][1]], dims[right[0][0]][right[0][1]]
+                if len(one) == 1 and len(other) == 1:
+                    a, b = one[0], other[0]
+                    if sizes[a] == sizes[b] and a not in children and b not in children:
+                        pairs.append([(a, b)] if a != b else [])
+                        continue
+            link_pairs, complete = self.align(link)
+            pairs.append(link_pairs)
+            if not complete:
+                open_ends.append(index)
+        return pairs, open_ends
 
     def align(self, link: Runs) -> tuple[list[tuple[int, int]], bool]:
         """Pairs the atoms of both runs of a `link`, splitting the larger of two where the smaller divides it.
@@ -212,13 +220,7 @@ def refine(shapes: Sequence[tuple[int, ...]], links: Sequence[Runs]) -> tuple[At
 
 def align(atoms: Atoms, links: Sequence[Runs]) -> Pairs:
     """Returns the pairs of atoms of each of `links`, splitting `atoms` further where a link asks for it."""
-    pairs: Pairs = []
-    open_ends: list[int] = []  # links with a mismatch, which a later split may mend
-    for index, link in enumerate(links):
-        link_pairs, complete = atoms.aligned(link) or atoms.align(link)
-        pairs.append(link_pairs)
-        if not complete:
-            open_ends.append(index)
+    pairs, open_ends = atoms.align_all(links)  # a later split may mend a link that does not line up
     # A split made by a later link can reach an earlier one: look again until nothing splits any more.
     seen = 0
     while seen != atoms.num_splits:
