@@ -116,6 +116,7 @@ class Purpose:
     - `source`: the layer whose output it moves, where the kind names one.
     - `scheme`: by which rows are synchronised.
     - `in_turns`: whether it is done for one worker of a group after another.
+    - `again`: whether the forward pass did it before, and rematerialisation repeats it.
     - `words`: a sentence, where no more is known (`PurposeKind.TOLD`).
     """
 
@@ -126,6 +127,7 @@ class Purpose:
     scheme: str = ""
     in_turns: bool = False
     words: str = ""
+    again: bool = False
 
     @staticmethod
     def told(words: str) -> Purpose:
@@ -148,7 +150,8 @@ class Purpose:
             words=self.words,
             cotangent_of="cotangent of " if self.phase == Phase.BACKWARD else "",
         )
-        return f"{sentence}, each worker's in turn" if self.in_turns else sentence
+        sentence = f"{sentence}, each worker's in turn" if self.in_turns else sentence
+        return f"{sentence}, again where layers are rematerialised" if self.again else sentence
 
     @property
     def lacking(self) -> str:

@@ -18,7 +18,8 @@ bytes (the tests hold the sum of the prediction against this formula):
 
 An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted: what XLA makes of
 ragged products, which it does not divide (`planning.sites.ragged`); and, because small:
-scalars and per-example sums, norms and batch-norm statistics, ids; nor what rematerialisation repeats. Where the
+scalars and per-example sums, norms and batch-norm statistics, ids. What rematerialisation repeats is sent once more,
+in the backward pass. Where the
 collectives are left to XLA (no gradient boundary, or not a plain product: see `planning.sites.exchange`), compilers
 write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input
 (q, k, v) where one of the sum would do, and keep a gathered weight from the forward for the backward pass.
@@ -97,21 +98,30 @@ def _in_turns(event: Event, mesh: MeshShape) -> tuple[Event, ...]:
 
 
 def use_events(
-    i: int, chain: Sequence[WeightFlow], mesh: MeshShape, group_comm: str, sums_apart: bool = False
+    i: int,
+    chain: Sequence[WeightFlow],
+    mesh: MeshShape,
+    group_comm: str,
+    sums_apart: bool = False,
+    widens: bool = False,
 ) -> Iterator[Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving it.
     It depends on the flow at `i`, and on those at its producer and its consumer.
 
     `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
-    instead. `sums_apart`: whether the compiler sums the cotangents of one input by one (`prediction.Manner`)."""
-    for event in _activations(i, chain, mesh, sums_apart):
+    instead. `sums_apart`: whether the compiler sums the cotangents of one input by one, and `widens`: sends bfloat16 as
+    float32 (`prediction.Manner`)."""
+    for event in _activations(i, chain, mesh, sums_apart, widens):
         yield from _in_turns(event, mesh) if group_comm == "turns" else (event,)
 
 
-def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape, sums_apart: bool) -> Iterator[Event]:
+def _activations(
+    i: int, chain: Sequence[WeightFlow], mesh: MeshShape, sums_apart: bool, widens: bool
+) -> Iterator[Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving
     it."""
     flow = chain[i]
+    use = flow.use
     differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
     shared = flow.same_input is not None
     if shared and sums_apart and not flow.crossing and flow.free and not flow.at_hand and differentiated:
@@ -123,10 +133,24 @@ def _activations(i: int, chain: Sequence[WeightFlow], mesh: MeshShape, sums_apar
             *_enter_column(flow, chain, mesh),
             *_enter_row(flow, chain, mesh),
         )
-        yield from (event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
-    yield from _leave_stacked(flow, chain, mesh)
-    yield from _leave_row(flow, chain, mesh)
-    yield from _leave_column(flow, chain, mesh)
+        entering = tuple(event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
+        yield from _sent_as((*entering, *_again(entering, use.reread)), use.data_dtype, widens)
+    leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
+    yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
+
+
+def _sent_as(events: Iterable[Event], dtype: str, widens: bool) -> Iterator[Event]:
+    """Yields `events` of values of a `dtype` with the bytes that the compiler sends; `widens`: as for `use_events`."""
+    times = 2 if widens and dtype == "bfloat16" else 1
+    for op, axes, num_bytes, purpose in events:
+        yield op, axes, times * num_bytes, purpose
+
+
+def _again(events: Sequence[Event], times: int) -> Iterator[Event]:
+    """Yields what rematerialisation sends again of `events`, in the backward pass: what the forward pass sends."""
+    for op, axes, num_bytes, purpose in events if times else ():
+        if purpose.phase == Phase.FORWARD:
+            yield from [(op, axes, num_bytes, dataclasses.replace(purpose, phase=Phase.BACKWARD, again=True))] * times
 
 
 def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
@@ -240,8 +264,12 @@ class Weight:
     - `parts`: the axes over which each device has the gradient of its own groups alone of a whole convolution weight.
     - `in_group`: the axes over whose devices it is added to one and the same value, so that all of them have its whole
       gradient.
-    - `narrowed`: how many times fewer bytes it has in the dtype in which it is used (`StepStructure.narrowed`).
-    - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends.
+    - `narrowed`: how many times fewer bytes it has in the dtype in which it travels (`StepStructure.narrowed`).
+      `widened`: how many times more, where the compiler sends it in a wider one than its own.
+    - `times`: how often it is gathered forward, and has a gradient of its own to be summed; `times_back`: how often it
+      is gathered backward. `sums_apart`: whether these gradients are all-reduced one by one.
+    - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
+      how often rematerialisation repeats it.
     """
 
     leaf: LeafPlan
@@ -251,7 +279,11 @@ class Weight:
     parts: Axes
     in_group: Axes
     narrowed: int = 1
-    dealt: tuple[tuple[Axes, int], ...] = ()
+    widened: int = 1
+    times: int = 1
+    times_back: int = 1
+    sums_apart: bool = False
+    dealt: tuple[tuple[Axes, int, int], ...] = ()
 
 
 def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
@@ -268,26 +300,30 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
     used = used_axes(leaf, mesh, batch_axes, setting.replicated_batch) if split else ()
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
-    shard = leaf.bytes_per_device // weight.narrowed
+    own = leaf.bytes_per_device * weight.widened
+    shard = own // weight.narrowed
     if stored:
         whole = shard * mesh.size(stored)
-        yield "all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path)
+        yield from [("all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path))] * weight.times
         if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
-            yield "all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path)
-        yield "reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path)
+            yield from [("all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path))] * weight.times_back
+        yield from [("reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path))] * weight.times
     taken = {*split, *weight.in_group}
     summed = tuple(axis for axis in batch_axes if axis in mesh.wide and axis not in taken)
     split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     if zero:
-        yield "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
-        yield "all_gather", zero, leaf.bytes_per_device, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
+        gradient = "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
+        yield from [gradient] * weight.times
+        yield "all_gather", zero, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:
-        own = shard // mesh.size((*zero, *parts)) if zero or parts else shard
-        yield "all_reduce", rest, own, _backward(Kind.GRADIENT, leaf.path)
+        part = shard // mesh.size((*zero, *parts)) if zero or parts else shard
+        gradient = "all_reduce", rest, part, _backward(Kind.GRADIENT, leaf.path)
+        yield from [gradient] * (weight.times if weight.sums_apart else 1)
     if parts:
         yield "all_gather", parts, shard, _backward(Kind.GRADIENT_GROUPS, leaf.path)
-    for axes, sent in weight.dealt:
-        yield "collective_permute", axes, sent, _forward(Kind.DEALT_COLUMNS, leaf.path)
+    for axes, sent, times in weight.dealt:
+        dealt = "collective_permute", axes, sent, _forward(Kind.DEALT_COLUMNS, leaf.path)
+        yield from (dealt, *_again([dealt], times))
         yield "collective_permute", axes, sent, _backward(Kind.DEALT_GRADIENT, leaf.path)

@@ -75,12 +75,14 @@ class Manner:
       counts them; the collectives are those of dense gradients, which whoever synchronises rows replaces.
     - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
       value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
+    - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
     """
 
     backward: bool = True
     group_comm: str = "gather"
     by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_apart: bool = False
+    widens: bool = False
 
 
 def predict_collectives(
@@ -206,7 +208,7 @@ class Prediction:
             *(path for path in {*parts, *self.parts} if parts.get(path) != self.parts.get(path)),
         }
         positions = map(structure.position.__getitem__, weights)
-        renewed = {i: _weight(structure, i, layout, flows, parts, mesh) for i in positions}
+        renewed = {i: _weight(structure, i, layout, flows, parts, mesh, manner) for i in positions}
         renewed = {i: weight for i, weight in renewed.items() if weight != self.weights[i]}
         other_rows = {
             path for path in {*manner.by_rows, *rows_before} if manner.by_rows.get(path) != rows_before.get(path)
@@ -255,7 +257,7 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
     leaves, mesh = tuple(step.leaves), step.mesh
     flows = flow_all(structure.links, leaves, setting)
     transforms, parts = _evaluated_locally(structure, leaves, setting)
-    weights = tuple(_weight(structure, i, leaves, flows, parts, mesh) for i in range(len(leaves)))
+    weights = tuple(_weight(structure, i, leaves, flows, parts, mesh, manner) for i in range(len(leaves)))
     return Prediction(
         structure,
         setting,
@@ -304,7 +306,8 @@ def _sent_by_use(
     """Returns what moves activations around the use at position `i`."""
     use = flows[i].use
     layer = structure.names.get(use.param, use.layer)
-    return sent_by(layer, use_events(i, flows, mesh, manner.group_comm, manner.sums_apart), mesh, manner.backward)
+    events = use_events(i, flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
+    return sent_by(layer, events, mesh, manner.backward)
 
 
 def _sent_by_leaf(structure: StepStructure, weight: Weight | None, setting: Setting, manner: Manner) -> Sent:
@@ -327,12 +330,16 @@ def _weight(
     flows: Sequence[WeightFlow],
     parts: Mapping[str, Axes],
     mesh: MeshShape,
+    manner: Manner,
 ) -> Weight | None:
     """Returns what the collectives of the leaf at position `i` depend on; None where it is no parameter."""
     leaf = leaves[i]
     if leaf.role != "param":
         return None
     path, uses = leaf.path, structure.uses_of.get(leaf.path, ())
+    narrowed, widened = structure.narrowed.get(path, 1), 1
+    if manner.widens and path in structure.as_bfloat16:
+        narrowed, widened = (narrowed // 2, 1) if narrowed > 1 else (1, 2)
     return Weight(
         leaf,
         tuple(leaves[state] for state in structure.states_of.get(path, ())),
@@ -340,19 +347,24 @@ def _weight(
         read_back=path in structure.read_back,
         parts=parts.get(path, ()),
         in_group=_added_in_group(structure.added_to.get(path, ()), flows),
-        narrowed=structure.narrowed.get(path, 1),
-        dealt=tuple(_dealt(structure, leaf, mesh)),
+        narrowed=narrowed,
+        widened=widened,
+        times=structure.times.get(path, 1),
+        times_back=structure.times_back.get(path, 1),
+        sums_apart=manner.sums_apart,
+        dealt=tuple(_dealt(structure, leaf, mesh, manner.widens)),
     )
 
 
-def _dealt(structure: StepStructure, leaf: LeafPlan, mesh: MeshShape) -> Iterator[tuple[Axes, int]]:
-    """Yields, for each round in which columns of a parameter are dealt out, the axes, and the bytes that a device
-    sends."""
+def _dealt(structure: StepStructure, leaf: LeafPlan, mesh: MeshShape, widens: bool) -> Iterator[tuple[Axes, int, int]]:
+    """Yields, for each round in which columns of a parameter are dealt out, the axes, the bytes that a device sends,
+    and how often rematerialisation repeats it."""
     for each in structure.dealt.get(leaf.path, ()):
         axes = deal_axes(structure.graph, each, leaf, mesh)
         rounds = moves_of(each).num_rounds
         for _ in range(rounds if axes else 0):
-            yield axes, each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
+            sent = each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
+            yield axes, 2 * sent if widens and each.dtype == "bfloat16" else sent, each.repeated
 
 
 def _added_in_group(uses: Sequence[int], flows: Sequence[WeightFlow]) -> Axes:

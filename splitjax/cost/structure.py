@@ -7,6 +7,7 @@ shares: under whatever layout, a prediction only looks at what it says.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -42,6 +43,9 @@ class StepStructure:
     - `added_by`: the reverse: by use, the paths of these parameters.
     - `narrowed`: by parameter that all of its uses read in a narrower dtype (bfloat16 of float32), how many times
       fewer bytes its values and gradients have where they travel.
+    - `as_bfloat16`: the parameters whose values and gradients travel in bfloat16.
+    - `times`: by parameter, how often the whole of it is used: twice where a table is the head, too. `times_back`: how
+      often the backward pass reads it.
     - `dealt`: by parameter, where its columns are dealt out.
     - `has_groups`: whether it has convolutions with groups that are evaluated device by device: of others no gradient
       is put together of parts. `has_transforms`: whether it has Fourier transforms that are.
@@ -61,6 +65,9 @@ class StepStructure:
     added_to: Mapping[str, tuple[int, ...]]
     added_by: Mapping[int, tuple[str, ...]]
     narrowed: Mapping[str, int]
+    as_bfloat16: frozenset[str]
+    times: Mapping[str, int]
+    times_back: Mapping[str, int]
     dealt: Mapping[str, tuple[DealtWeight, ...]]
     has_groups: bool
     has_transforms: bool
@@ -81,9 +88,8 @@ class StepStructure:
             and graph.leaves[position[leaf.follows]].shape == leaf.shape
         }
         # The backward pass of a lookup adds rows up, and does not read the table.
-        read_back = {
-            each.use.param for i, each in enumerate(links) if (i or each.use.trips > 1) and not reads_ids(each.use)
-        } | {path for path in position if path not in uses_of}
+        back = [i for i, each in enumerate(links) if (i or each.use.trips > 1) and not reads_ids(each.use)]
+        read_back = {links[i].use.param for i in back} | {path for path in position if path not in uses_of}
         in_layer = _grouped(
             (names.get(each.use.param, each.use.layer), i) for i, each in enumerate(links) if not reads_ids(each.use)
         )
@@ -108,6 +114,14 @@ class StepStructure:
             added_to=added_to,
             added_by=_grouped((i, path) for path, uses in added_to.items() for i in uses),
             narrowed={path: _narrowed(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
+            as_bfloat16=frozenset(
+                path for path, uses in uses_of.items() if _is_bfloat16(graph, path, [links[i].use for i in uses])
+            ),
+            times={path: _times(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
+            times_back={
+                path: _times(graph, path, [links[i].use for i in uses if i in set(back)])
+                for path, uses in uses_of.items()
+            },
             dealt=_grouped((each.param, each) for each in graph.dealt),
             has_groups=any(
                 suspect.convolution is not None and suspect.convolution.groups and not suspect.backward
@@ -127,6 +141,22 @@ def _narrowed(graph: Graph, path: str, uses: Iterable[Use]) -> int:
         return 1
     widest = max(itemsize(use.weight_dtype) if use.weight_dtype in _NARROW else leaf.itemsize for use in uses)
     return leaf.itemsize // widest
+
+
+def _is_bfloat16(graph: Graph, path: str, uses: Iterable[Use]) -> bool:
+    """Tells whether a parameter travels in bfloat16: it is of that dtype, or all of its `uses` cast it to that."""
+    dtype = graph.leaf(path).dtype
+    return dtype == "bfloat16" or (
+        dtype in ("float32", "float64") and {use.weight_dtype for use in uses} == {"bfloat16"}
+    )
+
+
+def _times(graph: Graph, path: str, uses: Iterable[Use]) -> int:
+    """Returns how often `uses` read the whole of a parameter: once together where each reads a part of it. One that a
+    loop reads whole in every turn counts once, for its turns are added up before anything is sent."""
+    size = math.prod(graph.leaf(path).shape)
+    read = (use.trips * math.prod(graph.atom_sizes[atom] for dim in use.weight_dims for atom in dim) for use in uses)
+    return max(1, round(sum(min(1.0, elements / size) for elements in read if size)))
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, tuple[Value, ...]]:

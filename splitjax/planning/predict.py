@@ -170,8 +170,9 @@ def dense_prediction(draft: Draft) -> Prediction:
     step = LaidOutStep(
         draft.graph, layout.leaves, layout.layers, draft.shape, layout.batch_axes, layout.replicated_batch
     )
-    apart = draft.request.platform == "cpu"
-    return predict_step(step, Manner(draft.takes_gradient, draft.group_comm, row_bytes_of(draft.tables), apart))
+    cpu = draft.request.platform == "cpu"
+    manner = Manner(draft.takes_gradient, draft.group_comm, row_bytes_of(draft.tables), sums_apart=cpu, widens=cpu)
+    return predict_step(step, manner)
 
 
 def memory_of(draft: Draft) -> Memory:

@@ -98,13 +98,16 @@ def _gradient(here: Around) -> tuple[str, str]:
         return _gradient_of_layer(here)
     owner = step.follows.get(leaf, leaf)
     # A sum over axes that split the parameter holds the parts of all devices along them.
-    split = step.plan.mesh.size([axis for axis in step.axes.get(owner, ()) if axis in collective.axis.split("+")])
+    axes = collective.axis.split("+")
+    split = step.plan.mesh.size([axis for axis in step.axes.get(owner, ()) if axis in axes])
     part_bytes = step.part_bytes.get(owner, 0) * (split if collective.op == "all_reduce" else 1)
     sizes = (part_bytes, step.whole_bytes.get(owner))
     layer, is_layer = step.named(collective.op_name)
     # The cotangent of an activation to which a parameter was added leads to that one, too: it is of another layer's
-    # product, and of another size.
-    if here.is_sum and is_layer and layer != step.layer_of(leaf) and collective.local_bytes not in sizes:
+    # product, and of another size. Where no layer is named (in a loop of which the layout says nothing), the axes tell:
+    # examples that lie over none of them leave no summands of a gradient.
+    is_other = layer != step.layer_of(leaf) if is_layer else set(axes).isdisjoint(step.plan.batch_axes)
+    if here.is_sum and is_other and collective.local_bytes not in sizes:
         return VALUE, ""
     return (GRADIENT if here.is_sum else MOVED), owner
 

@@ -70,13 +70,15 @@ def spread(
     - `mesh`: the mesh's shape.
     - `prefer`: dims that come first; then those that are whole, then the largest part.
 
-    **Returns** the entries and the axes that fit nowhere.
+    **Returns** the entries and the axes that fit nowhere: nothing divides by them, or they would come behind axes that
+    the mesh lists after them, beside another split dim, which XLA's partitioner computes wrongly.
     """
 
     def with_axes(entries: Entries, axes: Axes) -> Entries | None:
         for dim in sorted(range(len(shape)), key=lambda dim: (dim not in prefer, bool(entries[dim]), -shape[dim], dim)):
-            if shape[dim] % mesh.size((*entries[dim], *axes)) == 0:
-                return (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
+            wider = (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
+            if shape[dim] % mesh.size(wider[dim]) == 0 and is_in_order(wider, mesh):
+                return wider
         return None
 
     whole = with_axes(entries, free)
@@ -90,6 +92,13 @@ def spread(
         else:
             entries = wider
     return entries, tuple(axis for axis in free if axis in missed or len(free) == 1)
+
+
+def is_in_order(entries: Entries, mesh: MeshShape) -> bool:
+    """Tells whether XLA's partitioner gets an array that is split so right: along one dim alone, or along each by axes
+    in the order of the mesh. `entries`: per dim its axes, major first."""
+    split = [wide for axes in entries if (wide := tuple(axis for axis in axes if axis in mesh.wide))]
+    return len(split) < 2 or all(mesh.in_order(axes) == axes for axes in split)
 
 
 def _trained(graph: Graph) -> frozenset[str]:
@@ -142,8 +151,9 @@ def _state(
                 axes
                 and not set(axes) & set(spec_axes(entries))
                 and leaf.shape[dim] % mesh.size((*entries[dim], *axes)) == 0
+                and is_in_order(wider := (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :]), mesh)
             ):
-                entries = (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
+                entries = wider
         used = spec_axes(entries)
         if left := tuple(axis for axis in _free(leaf, mesh, batch_axes) if axis not in used):
             entries, missed = spread(leaf.shape, entries, left, mesh)
@@ -165,6 +175,12 @@ def _missed(leaf: Leaf, axes: Axes, mesh: MeshShape, what: str) -> str:
     if not axes:
         return ""
     dims = ", ".join(f"{dim_text(leaf, dim)} {size}" for dim, size in enumerate(leaf.shape)) or "a scalar"
+    if any(size % mesh.size(axes) == 0 for size in leaf.shape):
+        return (
+            f"sharded state: {what} stays whole over {axes_text(mesh, axes)}: behind the axes that its dims have"
+            f" already ({dims}), against the order of the mesh, XLA's partitioner would get it wrong; a mesh that"
+            f" lists {' and '.join(axes)} last may do"
+        )
     return f"sharded state: {what} stays whole over {axes_text(mesh, axes)}, by which nothing of it divides ({dims})"
 
 

@@ -19,7 +19,8 @@ class DealtWeight:
     - `site`: of the operation. `param`: path of the parameter.
     - `dims`: of what is dealt out; `shape`, `dtype`: of it. `dim`: the position of the dim that is.
     - `sizes`: of the parts that lie along it. `num`: of the shares.
-    - `trips`: how often it runs per step.
+    - `trips`: how often it runs per step; `repeated`: how often it does again for a backward pass that is
+      rematerialised.
     """
 
     site: tuple[int, ...]
@@ -31,6 +32,7 @@ class DealtWeight:
     sizes: tuple[int, ...]
     num: int
     trips: int
+    repeated: int = 0
 
 
 def find_dealt(
@@ -58,6 +60,7 @@ def find_dealt(
                         params["sizes"],
                         params["num"],
                         op.trips,
+                        len(op.remats) if op.inside and not op.phase else 0,
                     )
                 )
     return tuple(found)

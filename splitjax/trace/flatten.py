@@ -57,6 +57,7 @@ class Op(NamedTuple):
     - `rule_at`: where it is not editable, the site of the call whose derivative rule it stands in, if that is JAX's
       custom one.
     - `facts`: what the table of operations says of it, looked up once for all analyses.
+    - `remats`: the sites of the rematerialised calls that it stands in, outermost first.
     """
 
     primitive: str
@@ -74,6 +75,7 @@ class Op(NamedTuple):
     calls: tuple[Any, ...]
     rule_at: Site | None
     facts: OperationFacts
+    remats: tuple[Site, ...] = ()
 
     @property
     def source(self) -> str:
@@ -211,6 +213,7 @@ class _Flattener:
                 where.calls,
                 where.rule_at,
                 self.facts.get(name) or self.looked_up(name, params),
+                where.remats,
             )
         )
         return results
@@ -239,6 +242,7 @@ class _Where(NamedTuple):
     conditional: bool = False
     calls: tuple[Any, ...] = ()
     rule_at: Site | None = None
+    remats: tuple[Site, ...] = ()
 
     def at(self, index: int, phase: str) -> _Where:
         return _Where(
@@ -251,6 +255,7 @@ class _Where(NamedTuple):
             self.conditional,
             self.calls,
             self.rule_at,
+            self.remats,
         )
 
     def into(self, body: int) -> _Where:
@@ -273,6 +278,7 @@ class _Where(NamedTuple):
             editable=self.editable and editable,
             calls=(*self.calls, call),
             rule_at=self.site if custom and self.editable else self.rule_at,
+            remats=(*self.remats, self.site) if kind_of(call) is CallKind.REMAT else self.remats,
         )
 
 

@@ -106,6 +106,7 @@ class Use:
       either operand.
     - `data_value`: the number of the activations among the step's values: uses that have the same number read the very
       same value. None where that is not known.
+    - `repeated`: how often rematerialisation computes its result again. `reread`: how often its operands.
     """
 
     layer: str
@@ -134,6 +135,8 @@ class Use:
     by_labels: bool = False
     adds_up: bool = False
     weight_dtype: str = ""
+    repeated: int = 0
+    reread: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
+from splitjax.trace.repeating import count_repetitions
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.stepping import Stepping, count_turns, find_stepping, reads_a_turn
 from splitjax.trace.strengths import strengths
@@ -100,10 +101,14 @@ def _assemble(
     sizes = {flat.shapes[value][dim] for value, dim in example_dims.items()}
     products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
     example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
+    repeated = count_repetitions(flat)
     return Graph(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
-        uses=tuple(_use(use, flat, names, arguments, classes, products, feeds) for use in uses),
+        uses=tuple(
+            dataclasses.replace(_use(use, flat, names, arguments, classes, products, feeds), repeated=repeated[use.op])
+            for use in uses
+        ),
         unknown=tuple(_unknown(flat, i, classes) for i in linked.unknown),
         atom_sizes=tuple(classes.atoms.sizes),
         hard=classes.labels[Strength.HARD],
@@ -301,6 +306,7 @@ def _use(
         data_value=None if use.data is None else data,
         by_labels=use.by_labels,
         adds_up=use.adds_up,
+        reread=len(op.remats) if op.inside and not op.phase else 0,
     )
 
 

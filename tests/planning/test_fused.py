@@ -139,6 +139,20 @@ def test_a_fused_weight_behind_another_is_dealt_out_too_also_where_the_step_is_e
     assert pinned.collectives == plans[0].collectives
 
 
+def test_gradients_of_fused_weights_are_summed_into_the_parts_that_are_stored():
+    """Their columns are dealt out over tensor, and they are stored over data and fsdp: XLA summed their gradients
+    whole, twice the bytes, where the product was left to it."""
+    with jax.enable_x64(True):
+        params, batch = parameters("split"), examples()
+        parallel = splitjax.parallelize(block_step, mesh=THREE, rules="transformer", donate=False)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), jax.jit(block_step)(params, batch))
+        report = parallel.report(params, batch)
+    stored = [one for one in report.collectives if one.axis == "data+fsdp" and one.compiled.shape]
+    assert [one for one in stored if one.differs] == []
+    assert sum(one.op == "reduce_scatter" for one in stored) == 4  # the bias is whole, and all-reduced as planned
+
+
 def test_a_fused_weight_that_is_reshaped_before_its_product_is_planned():
     def of(params, batch):
         gate, up = jnp.einsum("btd,dph->pbth", batch["x"], params["mlp"].reshape(WIDTH, 2, HIDDEN))

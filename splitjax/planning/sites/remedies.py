@@ -26,6 +26,7 @@ from splitjax.partitioner import COVERED, Action, Defect, Touched, defect_named,
 from splitjax.plan import Constraint, LeafPlan, spec_axes, spec_text
 from splitjax.planning.sites.constraints import FREE
 from splitjax.planning.sites.sharded_dims import ShardedDims
+from splitjax.rules.sharded_state import is_in_order
 from splitjax.trace.flatten import FlatStep, Op, flatten
 from splitjax.trace.graph import Graph, Suspect
 from splitjax.trace.suspects import operation_of
@@ -180,15 +181,11 @@ def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
 
 def check_orders(leaves: Sequence[LeafPlan], mesh: MeshShape) -> None:
     """Raises `PartitionerError` for one of `leaves`, or its gradient, that several axes split along a dim in another
-    order than that of `mesh`, beside another split dim. Rules never give such a layout; a plan that was edited, or
-    sharded state on three axes, may."""
+    order than that of `mesh`, beside another split dim. Neither rules nor sharded state give such a layout; a plan that
+    was edited may."""
     for leaf in leaves:
         for spec in (leaf.spec, leaf.gradient or ()):
-            dims = [entry for entry in spec if entry is not None]
-            if len(dims) < 2:
-                continue
-            split = [axes for dim in dims if (axes := tuple(axis for axis in spec_axes((dim,)) if axis in mesh.wide))]
-            if len(split) > 1 and any(mesh.in_order(axes) != axes for axes in split):
+            if not is_in_order(tuple(spec_axes((entry,)) for entry in spec), mesh):
                 row = defect_named("axes-out-of-mesh-order")
                 raise PartitionerError(
                     f"XLA's partitioner computes {row.operation} wrongly if {row.condition}",

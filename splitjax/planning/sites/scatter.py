@@ -309,11 +309,24 @@ def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShap
     """Returns the dims of an operand made of a parameter that are split already, each with its axes.
 
     **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `mesh`: the shape of
-    the mesh. None where a split dim of the parameter is not a dim of the operand.
+    the mesh. None where a split dim of the parameter is not a dim of the operand. The columns of a weight that is dealt
+    out are split where its shares are, if there are as many devices along their axes.
     """
     places = whole_dims(graph, graph.leaf(leaf.path), dims)
     split = [(dim, axes) for dim, entry in enumerate(leaf.spec) if (axes := mesh.present(spec_axes((entry,))))]
+    for dim, axes in split:
+        share = leading_dim(graph, graph.leaf(leaf.path).dims[dim], dims)
+        if dim not in places and share is not None and graph.atom_sizes[dims[share][0]] == mesh.size(axes):
+            places[dim] = share
     return None if any(dim not in places for dim, _ in split) else tuple((places[dim], axes) for dim, axes in split)
+
+
+def leading_dim(graph: Graph, dim: Dim, dims: Sequence[Dim]) -> int | None:
+    """Returns the position among `dims`, of an operand, of what is the major part of `dim`, of its parameter; None
+    where there is none, or several."""
+    leading = [graph.local[atom] for atom in dim[:1]]
+    places = [position for position, there in enumerate(dims) if [graph.local[atom] for atom in there] == leading]
+    return places[0] if leading and len(places) == 1 else None
 
 
 def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Sequence[str]) -> Parts:

@@ -261,6 +261,31 @@ def test_what_does_not_divide_is_noted():
     assert largest_difference(got_state, want_state) <= 1e-5
 
 
+def test_three_axes_keep_the_order_of_the_mesh():
+    """On data x fsdp x tensor a table has fsdp and tensor along its two dims: data behind either would be against the
+    order of the mesh, which XLA computes wrongly. It was refused; it stays whole over data, and says so."""
+
+    def forward(params, batch):
+        x = params["embed"][batch["ids"]].mean(1)
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, params["layers"])
+        return x @ params["embed"][:10].T
+
+    def run(mesh):
+        embed, up, down = normal((64, 16), (4, 16, 32), (4, 32, 16))
+        state, tx = {"embed": embed, "layers": {"up": up, "down": down}}, optax.adam(1e-2)
+        step = splitjax.parallelize(step_of(forward, tx), mesh=mesh, rules="megatron", shard_state=True, donate=False)
+        expected = jax.jit(step_of(forward, tx))(state_of(state, tx), batch())
+        assert largest_difference(step(state_of(state, tx), batch()), expected) < 1e-10
+        return {leaf.path: leaf for leaf in step.plan(state_of(state, tx), batch()).leaves}
+
+    with jax.enable_x64(True):
+        leaves = run({"data": 2, "fsdp": 2, "tensor": 2})
+        assert leaves["params/layers/up"].gradient == ("data", "fsdp", "tensor")
+        assert leaves["params/embed"].gradient is None and "lists data last may do" in leaves["params/embed"].note
+        behind = run({"fsdp": 2, "data": 2, "tensor": 2})
+    assert behind["params/embed"].gradient == ("tensor", ("fsdp", "data"))
+
+
 def test_a_pinned_plan_reproduces_it(tmp_path):
     state = state_of(network_params())
     step = splitjax.parallelize(step_of(network), mesh=GROUPS, shard_state=True, donate=False)

@@ -1,0 +1,1 @@
+"""Steps in today's idioms beside layouts written by hand: what both compile to."""
