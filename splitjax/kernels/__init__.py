@@ -13,6 +13,7 @@ from splitjax.kernels.bitmap_decode import decode, ranks, select
 from splitjax.kernels.bitmap_encode import encode, encode_ids, num_words
 from splitjax.kernels.exchange_rows import exchange_counts, exchange_rows
 from splitjax.kernels.gather_rows import gather_rows
+from splitjax.kernels.in_memory import in_memory
 from splitjax.kernels.running_sum import running_sum
 from splitjax.kernels.scatter_rows import scatter_rows
 from splitjax.kernels.segment_sum import Segments, segment_sum
@@ -28,6 +29,7 @@ __all__ = [
     "exchange_counts",
     "exchange_rows",
     "gather_rows",
+    "in_memory",
     "num_words",
     "ranks",
     "running_sum",

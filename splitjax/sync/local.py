@@ -232,4 +232,5 @@ def decode_gaps(codes: Array, capacity: int, size: int) -> Array:
 def spread_gaps(codes: Array, size: int) -> Array:
     """Finds the id that each of the `codes` u[m, c] ends with: i32[m, c], `size` for codes of none."""
     ends = codes != jnp.iinfo(codes.dtype).max
-    return jnp.where(ends, kernels.running_sum(codes.astype(jnp.int32) + ends) - 1, size)
+    # Many passes read them.
+    return kernels.in_memory(jnp.where(ends, kernels.running_sum(codes.astype(jnp.int32) + ends) - 1, size))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, bitmap_decode, bitmap_encode, decode, encode, encode_ids, running_sum
+from splitjax.kernels.in_memory import behind_loop, in_memory
 from splitjax.kernels.running_sum import by_blocks, by_columns
 from tests.kernels.interpreting import interpreting
 
@@ -126,3 +127,20 @@ def test_what_cannot_be_packed_is_refused():
         decode(jnp.zeros(4, jnp.uint32), -1)
     with pytest.raises(KernelError, match="static size"):
         encode_ids(jnp.zeros(4, jnp.int32), -3)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint32])
+def test_what_is_kept_in_memory_is_the_same_and_is_computed_once(dtype):
+    values = np.random.default_rng(0).integers(0, 100, (3, 2000)).astype(dtype)
+    values[0, 0] = np.iinfo(dtype).max
+    np.testing.assert_array_equal(jax.jit(in_memory)(values), values)
+    np.testing.assert_array_equal(jax.jit(behind_loop)(values[:1, :3]), values[:1, :3])
+    few = jnp.arange(10)
+    assert in_memory(few) is few
+
+    def read_twice(values):
+        kept = in_memory(values * 2 + 1)
+        return kept[:, ::-1], jnp.cumsum(kept, axis=1)
+
+    if jax.default_backend() == "cpu":  # XLA leaves the loop in its place, which it fuses nothing across
+        assert "while(" in jax.jit(read_twice).lower(values).compile().as_text()
