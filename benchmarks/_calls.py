@@ -57,7 +57,7 @@ class Tiny:
         def tiny(state, batch):
             return state, batch.sum()
 
-        step = splitjax.parallelize(tiny, mesh=dict(mesh), rules="data_parallel")
+        step: Any = splitjax.parallelize(tiny, mesh=dict(mesh), rules="data_parallel")
         over_all = jax.sharding.PartitionSpec(step.mesh.axis_names)
         batch = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(step.mesh, over_all))
         states = [step.place(arrays, example=(batch,)) for _ in range(2)]

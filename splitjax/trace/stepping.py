@@ -94,8 +94,8 @@ def _around_gradients(flat: FlatStep) -> frozenset[int]:
     """Returns the loops in whose body a gradient is taken."""
     phases: dict[int, set[str]] = {}
     for op in flat.ops:
-        found = (FORWARD, BACKWARD) if op.primitive == "_gradient" else (op.phase,)
-        if not op.inside:
+        if op.loops and not op.inside:
+            found = (FORWARD, BACKWARD) if op.primitive == "_gradient" else (op.phase,)
             for loop in op.loops:
                 phases.setdefault(loop, set()).update(found)
     return frozenset(loop for loop, found in phases.items() if {FORWARD, BACKWARD} <= found)
