@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from splitjax.plan import Collective, Plan
+from splitjax.report.blame.rematerialised import Rematerialised, rematerialised
 from splitjax.report.causes import cause_of
 from splitjax.report.dataflow import Dataflow
 from splitjax.report.evidence import FALLBACK, Evidence, gather_evidence
@@ -43,6 +44,8 @@ class ReportedCollective:
       operation nearby.
     - `cause_beside`: of a collective that was not planned, the cause as it reads beside the name of the layer, which it
       does not say again; empty where it reads alike.
+    - `rematerialised`: where it gathers a whole array of which each device keeps a part: what XLA's log calls an
+      involuntary full rematerialization. None elsewhere.
     """
 
     compiled: CompiledCollective
@@ -56,6 +59,7 @@ class ReportedCollective:
     source: str = ""
     also: tuple[Collective, ...] = ()
     cause_beside: str = ""
+    rematerialised: Rematerialised | None = None
 
     @property
     def realised(self) -> tuple[Collective, ...]:
@@ -146,6 +150,7 @@ def _reported(evidence: Evidence, flow: Dataflow, step: Step, realised: Sequence
         source=evidence.frames[0] if evidence.frames else _line_nearby(evidence, flow),
         also=tuple(realised[1:]),
         cause_beside=cause_beside if cause_beside != cause else "",
+        rematerialised=rematerialised(evidence.node, flow, step.plan.mesh, evidence.collective.axis),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from splitjax.display.document import Column, Document, Kind, Section, Table
 from splitjax.display.figures import bytes_text
+from splitjax.report.blame.rows import COLUMNS, rematerialised_rows
 from splitjax.report.rows import (
     DEPTH_COLUMNS,
     CollectiveRow,
@@ -45,6 +46,7 @@ def report_document(report: Report) -> Document:
     )
     unplanned = _collectives(unplanned_rows(report), ("layer", "collective", "compiled", "why", "rule", "line"))
     missing = _collectives(missing_rows(report), ("layer", "collective", "predicted", "why"))
+    whole = Table.of(COLUMNS, rematerialised_rows(report), (), code=(0, 1, 3, 4))
     sections = (
         ("memory per device", memory),
         ("computed per device and step", compute),
@@ -54,6 +56,7 @@ def report_document(report: Report) -> Document:
         ("as planned", planned),
         ("unplanned", unplanned),
         ("planned, but not in the compiled step", missing),
+        ("gathered whole to keep a part (involuntary full rematerialization)", whole),
     )
     return Document(
         headline(report), tuple(Section(title, (table,)) for title, table in sections), verdict=verdict(report)

@@ -157,6 +157,13 @@ class Report:
         us."""
         return tuple(collective for collective in self.collectives if not collective.is_attributed)
 
+    @property
+    def rematerialised(self) -> tuple[ReportedCollective, ...]:
+        """Lists the collectives that gather a whole array of which each device keeps a part, with layer, line and rule:
+        what XLA's log calls involuntary full rematerializations, also of programs that come from a cache. How each may
+        be removed is `collective.rematerialised.remedy`."""
+        return tuple(collective for collective in self.collectives if collective.rematerialised is not None)
+
     @functools.cached_property
     def by_op(self) -> Mapping[tuple[str, str], Total]:
         """Maps (op, axis) to what the plan and the compiled step send by it, the largest first."""
@@ -268,8 +275,10 @@ def _written_collective(collective: ReportedCollective) -> dict[str, Any]:
     del fields["compiled"], compiled["source"]  # the first of its frames; the object's own `source` is never less
     first = {name: compiled.pop(name) for name in ("op", "axis", "bytes")}
     planned, also, beside = fields.pop("planned"), fields.pop("also"), fields.pop("cause_beside")
+    kept = fields.pop("rematerialised")
     # Left out where there is none, as by reports of before.
-    more = {name: value for name, value in (("also", also), ("cause_beside", beside)) if value}
+    late = (("also", also), ("cause_beside", beside), ("rematerialised", kept))
+    more = {name: value for name, value in late if value}
     return {**first, **fields, "planned": planned, **more, **compiled}
 
 

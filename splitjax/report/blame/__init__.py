@@ -1,0 +1,1 @@
+"""Finds what XLA rematerialises involuntarily, and says what to do about it."""
