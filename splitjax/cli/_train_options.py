@@ -144,6 +144,9 @@ class LayoutOptions:
     """How examples cross from whole into split layers."""
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
+    uneven: Literal["error", "pad"] = "error"
+    """pad: store parameters whose sizes do not divide with zeros behind them, and split them like others; checkpoints
+    have the sizes of the model."""
     sync: str = "dense"
     """How gradients of tables with row lookups are exchanged: dense, all_gather, recursive_doubling, blocks,
     parameter_server, hierarchical, zen, row_exchange, or a scheme that an installed package declares; auto chooses by

@@ -270,6 +270,7 @@ def make_steps(
         roles=parse_roles(layout.role),
         group_comm=layout.group_comm,
         shard_state=layout.shard_state,
+        uneven=layout.uneven,
         sync=ByRows(layout.sync, lazy=layout.lazy, wire_dtype=layout.wire_dtype),
     )
     batch = next(dataset.train_batches(1))

@@ -205,14 +205,14 @@ class _TrainingRun:
 
         from splitjax.data import Position
         from splitjax.runtime.training.guard import EXTRA
+        from splitjax.runtime.training.stepping import restore
 
         key, example = jax.random.key(self.options.training.seed), (self.steps.example,)
         if checkpoints is None or checkpoints.newest_good() is None:
             with self._waiting("planning the step and making its state, sharded"):
                 return self.steps.train_step.init(self.steps.init_fn, key, example=example), Position(), 0, None
         with self._waiting("planning the step and reading its checkpoint"):
-            abstract = self.steps.train_step.abstract_state(self.steps.init_fn, key, example=example)
-            restored = checkpoints.restore(abstract)
+            restored = restore(checkpoints, self.steps.train_step, self.steps.init_fn, key, example=example)
         for step, reason in restored.skipped:
             self.console.print(
                 f"warning: the checkpoint of step {step} is damaged and left aside: {reason}",
@@ -220,7 +220,6 @@ class _TrainingRun:
                 markup=False,
             )
         self._check_same_run(restored.extra.get("options", {}))
-        self.steps.train_step.resume(restored.carried)
         self.console.print(f"resumed from the checkpoint of step {restored.step}", highlight=False)
         return restored.state, Position.from_json(restored.extra["position"]), restored.step, restored.extra.get(EXTRA)
 

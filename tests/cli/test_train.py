@@ -8,13 +8,15 @@ import re
 import shutil
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from splitjax import data
+from splitjax import data, models
 from splitjax.cli import _train_parts
-from splitjax.cli._train_options import GROUPS, OptimizerOptions, expand_config
+from splitjax.cli._train_options import GROUPS, LayoutOptions, OptimizerOptions, expand_config
 from splitjax.cli._train_parts import learning_rates, optimizer, schedule
 from splitjax.errors import SplitjaxError
 from splitjax.runtime.training.metrics import read_metrics
@@ -94,6 +96,27 @@ def test_another_run_s_checkpoints_are_refused(run):
 
 
 @pytest.mark.one_version
+def test_sizes_that_do_not_divide_are_padded_and_resume_on_another_mesh(run, tmp_path):
+    options = f"{SMALL.replace('32 16', '30 14')} --rules megatron --evaluate-every 6"
+    assert run(f"{options} --steps 12 --metrics whole.jsonl")[0] == 0
+    padded = f"{options} --uneven pad --metrics parts.jsonl --checkpoint-dir saved"
+    assert run(f"{padded} --steps 6")[0] == 0
+    status, out, err = run(f"{padded.replace('data=2,model=4', 'data=1,model=8')} --steps 12")
+    assert status == 0 and "resumed from the checkpoint of step 6" in out, err
+    for whole, part in zip(curve(tmp_path / "whole.jsonl"), curve(tmp_path / "parts.jsonl"), strict=True):
+        assert part["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+
+
+def test_padding_is_that_of_the_mesh():
+    spec, images = models.make_model("mlp", features=(30, 14)), data.load_digits()
+    layout = LayoutOptions(rules="megatron", uneven="pad")
+    rate = optax.constant_schedule(0.1)
+    steps = _train_parts.make_steps(spec, images, 32, {"data": 2, "model": 4}, layout, OptimizerOptions(), rate)
+    state = steps.train_step.abstract_state(steps.init_fn, jax.random.key(0), example=(steps.example,))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert {(32, 14), (14, 12)} <= shapes  # 30 hidden features and 10 classes over 4 devices
+
+
 def test_text_trains_a_transformer_in_bfloat16(run, tmp_path):
     (tmp_path / "corpus.txt").write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     status, out, _ = run(
