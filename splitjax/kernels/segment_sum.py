@@ -266,7 +266,7 @@ def sums_gpu(
     # Whole blocks of parts, so that the next round copies none: what lies behind the last counts nowhere.
     num_parts = round_up(2 * num_blocks, _GPU_BLOCK)
     sums, parts = plgpu.kernel(
-        functools.partial(_gpu_kernel, width=width, capacity=capacity, share=ceil_div(capacity, num_blocks)),
+        functools.partial(_gpu_kernel, share=ceil_div(capacity, num_blocks)),
         out_type=[
             result_type((capacity, width), jnp.float32, values, ranks),
             result_type((num_parts, width), jnp.float32, values, ranks),
@@ -321,7 +321,8 @@ def _gpu_codes(ranks: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     return 2 * target + (ranks >= 0), part_ranks.reshape(-1)
 
 
-def _gpu_kernel(codes, values, count, sums, parts, *, width, capacity, share):
+def _gpu_kernel(codes, values, count, sums, parts, *, share):
+    capacity, width = sums.shape
     block = lax.axis_index("block")
     start = block * _GPU_BLOCK
     layout = plgpu.Layout.WG_STRIDED((width,), next(size for size in (4, 2, 1) if width // WARPGROUP % size == 0))
