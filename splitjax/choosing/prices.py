@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from splitjax.cost.prediction import Prediction
 from splitjax.machines import tables
@@ -18,6 +18,7 @@ from splitjax.machines.links import Link
 from splitjax.machines.routes import routes
 from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape
+from splitjax.plan import Collective
 
 # Stand for CPUs, of which no vendor publishes such figures: the order of a core, its memory, and sockets between
 # processes. Choices on CPU are as good as these are for the machine at hand.
@@ -65,15 +66,20 @@ class Prices:
         """Returns the seconds of a predicted step."""
         memory, mesh = prediction.memory, prediction.setting.mesh
         moved = _PASSES * (memory.state_bytes + memory.activation_bytes)
+        sent = self.sending_seconds(prediction.collectives, mesh)
+        return prediction.compute.flops / self.flops_per_second + moved / self.memory_bytes_per_second + sent
+
+    def sending_seconds(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
+        """Returns the seconds of collectives, one after the other."""
         rings: dict[tuple[str, str], tuple[float, float]] = {}
         sent = 0.0
-        for each in prediction.collectives:
+        for each in collectives:
             kind = each.op, each.axis
             if kind not in rings:
                 rings[kind] = self._ring(each.op, each.axis, mesh)
             seconds, rate = rings[kind]
             sent += seconds + each.bytes / rate
-        return prediction.compute.flops / self.flops_per_second + moved / self.memory_bytes_per_second + sent
+        return sent
 
     def least_seconds(self, flops: float, num_devices: int) -> float:
         """Returns what no layout of a step goes below: its `flops` shared evenly, and nothing sent."""

@@ -90,9 +90,7 @@ class _Costs:
         dense, mesh = step.dense, self.draft.shape
         sending = functools.partial(self.prices.sending_seconds, mesh=mesh)
         # Partial backpropagation and tables by rows send something else than dense sums.
-        seconds = (
-            self.prices.seconds(dense) - sum(map(sending, dense.collectives)) + sum(map(sending, step.collectives))
-        )
+        seconds = self.prices.seconds(dense) - sending(dense.collectives) + sending(step.collectives)
         sent = sum(each.bytes for each in step.collectives)
         return StepCost(seconds, sent, dense.memory.state_bytes, dense.memory.peak_bytes)
 
