@@ -1,6 +1,7 @@
 """One accelerator: what `step.memory` and `step.time` predict, against the compiler and the device itself.
 
     python -m benchmarks accelerator [--quick] [--output FOLDER]
+    python -m benchmarks accelerator --repredict     the stored times, predicted anew by the stored calibration
 
 Steps of one device (a mesh of one, rule set `data_parallel`), so that nothing is sent: what is tried is the prediction
 of memory and of computing, the cost of a call, and that numbers are those of `jax.jit`. The device is calibrated first,
@@ -21,12 +22,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks._common import table, write_stored
+from benchmarks._common import RESULTS, table, write_stored
 from benchmarks.accelerator.cells import MODELS, Cell, every_cell
 
 MEMORY_GOALS = {"median": 0.05, "p90": 0.12, "worst": 0.20, "bound_holds": 0.98}
 TIME_GOAL = 0.20
 BUDGET_MODELS = ("vgg16", "transformer", "scanned_remat")
+# What `--repredict` predicts with: the calibration of the device whose times are stored.
+CALIBRATION = RESULTS / "calibration-h100.json"
 _BUDGET_SHARE = 0.1  # of the device's memory
 _AT_ONCE = 4
 _MIB = 2**20
@@ -67,17 +70,33 @@ def memory_summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def repredicted(stored: Mapping[str, Any], calibration: pathlib.Path, target: str, commit: str) -> dict[str, Any]:
+    """What is stored, its times predicted anew; nothing runs, and no device is needed.
+
+    **Arguments:** `stored`: what a run on a device wrote. `calibration`: of that device. `target`: what splitjax's
+    tables know it as. `commit`: what predicts."""
+    from benchmarks.accelerator.running import predicted_times
+
+    times = [cell | predicted_times(Cell.parse(cell["cell"]), str(calibration), target) for cell in stored["times"]]
+    return {**stored, "times": times, "predicted_with": commit}
+
+
 def lines_of(stored: Mapping[str, Any]) -> list[str]:
     """The lines of the page."""
     memory = [cell for cell in stored["memory"] if "error" not in cell]
     times = stored["times"]
+    again = stored.get("predicted_with", "")
     lines = [
         "# One accelerator", "",
         "Training steps on one device, where nothing is sent. Predicted before compiling: memory by `step.memory`; time"
         " by `step.time` from a calibration of this device (`splitjax calibrate`: single operations, no step), and from"
-        " the figures that its vendor publishes, which is meant as a lower bound. A third of the steps, by a hash of"
+        " the figures that its vendor publishes, which is a lower bound where a step's kernels are those that are"
+        " predicted. A third of the steps, by a hash of"
         " their names, is held out: nothing was fitted to those.", "",
         stored["header"], "", *stored["notes"], "",
+        *([f"Times were measured in that run. They were predicted anew with commit {again}, by the calibration of that"
+           " device ([stored](calibration-h100.json)): `python -m benchmarks accelerator --repredict`.", ""]
+          if again else []),
         "## Time", "",
     ]  # fmt: skip
     if times:
@@ -112,7 +131,11 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
                 for cell in times
             ],
         )  # fmt: skip
-    lines += ["", "## Memory", ""]
+    return [*lines, *(_lines_of_memory(memory) if memory else []), *_lines_of_budgets(stored["budgets"])]
+
+
+def _lines_of_memory(memory: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["", "## Memory", ""]
     rows = []
     for kind in ("held out", "looked at"):
         cells = [cell for cell in memory if cell["held_out"] == (kind == "held out")]
@@ -141,12 +164,22 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
             for cell in memory
         ],
     )  # fmt: skip
-    lines += [
+    return lines
+
+
+def _lines_of_budgets(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not budgets:
+        return []
+    return [
         "", "## Verdicts, executed", "",
         "The largest batch (in steps of 8 examples) that the upper bound lets through under a budget, then larger ones"
         " until one does not run. The budget is the memory that the process may use.", "",
+        *_table_of_budgets(budgets),
     ]  # fmt: skip
-    lines += table(
+
+
+def _table_of_budgets(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
+    return table(
         ["model", "budget, MiB", "examples", "estimate, MiB", "upper bound, MiB", "verdict by the bound", "ran"],
         [
             [
@@ -154,11 +187,19 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
                 f"{one['bound'] / _MIB:.0f}", "fits" if one["bound"] <= each["limit"] else "does not fit",
                 "yes" if one["ran"] else "no",
             ]
-            for each in stored["budgets"] if "error" not in each
+            for each in budgets if "error" not in each
             for one in each["tried"]
         ],
     )  # fmt: skip
-    return lines
+
+
+def _repredict(calibration: pathlib.Path, target: str, folder: pathlib.Path | None) -> int:
+    from benchmarks.machine import this_commit
+
+    stored = json.loads((RESULTS / "accelerator.json").read_text())
+    content = repredicted(stored, calibration, target, this_commit())
+    print("wrote", write_stored("accelerator", content, lines_of, folder))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -170,7 +211,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calibration", type=pathlib.Path, help="this file, instead of a new one")
     parser.add_argument("--cells", nargs="*", help="only these steps, such as mlp/1024; the page goes to --output")
     parser.add_argument("--only", choices=("memory", "time"), help="one half")
+    parser.add_argument("--repredict", action="store_true", help="predict stored times anew; needs no device")
     options = parser.parse_args(argv)
+    if options.repredict:
+        return _repredict(options.calibration or CALIBRATION, options.target, options.output)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cells = [Cell(name, 16) for name in list(MODELS)[:1]] if options.quick else every_cell()
     cells = [Cell.parse(name) for name in options.cells] if options.cells else cells

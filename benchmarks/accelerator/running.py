@@ -102,20 +102,27 @@ def _runs(cell: Made) -> bool:
     return True
 
 
+def predicted_times(cell: Cell, calibration: str, target: str, step: Made | None = None) -> dict[str, Any]:
+    """The predicted seconds of a step of a cell: by a calibration's file, and by what is published of a `target` (none
+    where that is empty); and what takes longest of the first. `step`: the cell's, where it is made already."""
+    step = made(cell) if step is None else step
+    shapes = jax.eval_shape(step.init, jax.random.key(0))
+    measured = step.parallel.time(shapes, step.batch, on=calibration)
+    published = step.parallel.time(shapes, step.batch, on=target).seconds if target else None
+    return {"predicted": measured.seconds, "published": published, "largest": _largest(measured)}
+
+
 def times_of(cells: list[Cell], calibration: str, target: str, quick: bool) -> list[dict[str, Any]]:
     """Predicted and measured seconds of a step of each cell, and of the same step under `jax.jit`."""
     found = []
     for cell in cells:
         each = made(cell, quick)
-        shapes = jax.eval_shape(each.init, jax.random.key(0))
-        measured = each.parallel.time(shapes, each.batch, on=calibration)
-        published = each.parallel.time(shapes, each.batch, on=target).seconds if target else None
+        predicted = predicted_times(cell, calibration, target, each)
         own, own_loss = _seconds(each.parallel, started(each))
         plain, plain_loss = _seconds(jax.jit(each.plain, donate_argnums=0), started(each, plain=True))
         found.append({
-            "cell": cell.name, "held_out": cell.is_held_out, "predicted": measured.seconds, "published": published,
+            "cell": cell.name, "held_out": cell.is_held_out, **predicted,
             "measured": own, "plain": plain, "loss": own_loss, "plain_loss": plain_loss,
-            "largest": _largest(measured),
         })  # fmt: skip
         print({k: v for k, v in found[-1].items() if k != "largest"}, flush=True)
         jax.clear_caches()

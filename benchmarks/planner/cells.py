@@ -23,9 +23,9 @@ MODELS = (
     "mlp", "vgg16", "vgg16_bn", "resnet18", "convnext", "transformer", "llama", "scanned", "scanned_remat",
     "scanned_dots", "lstm", "deepfm", "dlrm",
 )  # fmt: skip
-CPU, TPU = "cpu:8", "tpu:v5e:2x4"
-TARGETS = (CPU, TPU)
-TPU_LAYOUTS = ("data_parallel", "fsdp", "megatron")
+CPU, TPU, GPU = "cpu:8", "tpu:v5e:2x4", "gpu:h200:1x8"
+TARGETS = (CPU, TPU, GPU)
+AHEAD_LAYOUTS = ("data_parallel", "fsdp", "megatron")  # of the targets that are compiled for ahead of time
 BATCHES = (64, 256)
 HELD_OUT_OF = 3  # a cell in so many is held out
 
@@ -60,10 +60,10 @@ class Cell:
 
 
 def every_cell() -> tuple[Cell, ...]:
-    """All cells: on the CPU every model under every layout, the batch taking turns; fewer for the TPU."""
+    """All cells: on the CPU every model under every layout, the batch taking turns; fewer for TPU and GPU."""
     cells = []
     for number, (model, layout) in enumerate(itertools.product(MODELS, LAYOUTS)):
-        cells.append(Cell(model, layout, BATCHES[(number + number // len(LAYOUTS)) % 2], CPU))
-        if layout in TPU_LAYOUTS:
-            cells.append(Cell(model, layout, BATCHES[(number + number // len(LAYOUTS)) % 2], TPU))
+        targets = TARGETS if layout in AHEAD_LAYOUTS else (CPU,)
+        batch = BATCHES[(number + number // len(LAYOUTS)) % 2]
+        cells += [Cell(model, layout, batch, target) for target in targets]
     return tuple(cells)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 import splitjax
-from benchmarks.planner.cells import LAYOUTS, TPU, Cell
+from benchmarks.planner.cells import LAYOUTS, Cell
+from benchmarks.planner.targets import mesh_of
 from benchmarks.planning_time import GatedTransformer
-from benchmarks.state import tpu_mesh
 from splitjax.models import build, make_step
 
 _CLICKS = {"field_sizes": (20_000, 3_000, 8_000, 500), "num_dense": 4, "embedding_width": 32}
@@ -47,8 +47,7 @@ def made(cell: Cell) -> tuple[Any, tuple[Any, ...]]:
     else:
         step, arguments = own_step(cell.model, cell.batch)
     rules, mesh, shard_state = LAYOUTS[cell.layout]
-    where = tpu_mesh(mesh) if cell.target == TPU else mesh
-    return splitjax.parallelize(step, mesh=where, rules=rules, shard_state=shard_state), arguments
+    return splitjax.parallelize(step, mesh=mesh_of(cell.target, mesh), rules=rules, shard_state=shard_state), arguments
 
 
 def own_step(name: str, batch: int) -> tuple[Any, tuple[Any, ...]]:

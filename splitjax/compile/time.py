@@ -33,9 +33,8 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
     mesh = entry.plan.mesh
     sizes = {axis: mesh.size((axis,)) for axis in mesh.names}
     machine = _machine(on, sizes, f"{recipe.name}.time(on=)")
-    placed = placed_program(recipe, entry, "time")
-    if machine.target is not None:
-        placed = dataclasses.replace(placed, platform=machine.target.kind.platform)
+    # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices.
+    placed = dataclasses.replace(placed_program(recipe, entry, "time"), platform=machine.platform)
     return predict_time(placed, machine)
 
 

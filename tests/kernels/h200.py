@@ -85,6 +85,38 @@ def sum_rows(width: int = 256, dtype: str = "float32") -> str:
     return _kernel(functools.partial(sum_rows, capacity=300), ((700, int(width)), dtype), ((700,), "int32"))
 
 
+def batch_sums() -> str:
+    """Two sums of one array over its examples, as batch norm takes them."""
+    return _kernel(lambda x: (x.sum(0), (x * x).sum(0)), ((4096, 1024), "float32"))
+
+
+def softmax() -> str:
+    import jax
+
+    return _kernel(jax.nn.softmax, ((4096, 1024), "float32"))
+
+
+def scanned_slices() -> str:
+    """A loop that reads a row of an array in every turn."""
+    import jax
+    import jax.numpy as jnp
+
+    def turn(carry: Any, row: Any) -> tuple[Any, None]:
+        return carry + jnp.sin(row), None
+
+    return _kernel(lambda x: jax.lax.scan(turn, x[0], x)[0], ((1024, 1024), "float32"))
+
+
+def rectified() -> str:
+    """A product with a bias and a rectifier behind it."""
+    import jax
+
+    return _kernel(
+        lambda x, w, b: jax.nn.relu(x @ w + b),
+        ((4096, 1024), "float32"), ((1024, 4096), "float32"), ((4096,), "float32"),
+    )  # fmt: skip
+
+
 def synchronisation(name: str) -> str:
     """A scheme with the update of a table, on four devices."""
     from jax.sharding import AxisType, Mesh

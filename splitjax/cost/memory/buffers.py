@@ -1,7 +1,7 @@
 """Decides which values of a split `Program` a compiler stores, and when: kernels with what they read and write.
 
 Loops over elements are fused into those that read them, views and in-place updates have no bytes of their own, and
-what crosses devices does. What is known of a compiler is in a `Compiler`, each fact with where it shows.
+what crosses devices does. What is known of the compiler is in a `Compiler`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from splitjax.cost.memory.compilers import Compiler
+from splitjax.cost.memory.joining import Domain, Kernel, joined
 from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
 from splitjax.cost.memory.spreading import label_dims
 
@@ -24,34 +26,8 @@ _COSTLY = frozenset(
 _MOVES = frozenset(
     "transpose transpose_operand transpose_result rev gather dynamic_slice slice pad concatenate".split()
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-    """Says what a platform's compiler is known to do.
-
-    - `transposes_operands`: a product reads operands with batch dims first and contracted dims last (the left one) or
-      anywhere (the right one); others are transposed into an array of their own.
-    - `combines_bytes`: all-reduces over the same axes that do not wait for each other become one, up to so many bytes.
-    - `reduces_apart`: an all-reduce writes another array than it reads.
-    """
-
-    transposes_operands: bool
-    combines_bytes: int
-    reduces_apart: bool
-
-
-CPU = Compiler(transposes_operands=True, combines_bytes=2**62, reduces_apart=True)
-TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
-# A GPU's products read operands in any order of dims, and XLA joins all-reduces up to 30 MB there
-# (`xla_gpu_all_reduce_combine_threshold_bytes`).
-GPU = Compiler(transposes_operands=False, combines_bytes=30 * 2**20, reduces_apart=True)
-
-
-def compiler_of(platform: str) -> Compiler:
-    """Returns what is known of the compiler of a `platform`, such as `cpu`: of one that was not looked at, as of the
-    CPU's."""
-    return {"tpu": TPU, "gpu": GPU, "cuda": GPU}.get(platform, CPU)
+# Loops that read parts of their first operand.
+_SLICES = frozenset("slice dynamic_slice split gather".split())
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -59,7 +35,9 @@ class Step:
     """Is something that runs: reads and writes numbers of buffers; `inside` for a loop or branch.
 
     `shares`: whether its first write may take over a buffer of its size that is read for the last time. `combines`: of
-    what kind of all-reduce it is; empty for other steps."""
+    what kind of all-reduce it is; empty for other steps. `read_bytes`: by buffer, what it reads of it, where that is
+    not all. `filled_bytes`: what it writes into an array that is there. `made`: the value that says what kind of kernel
+    it is; None for its first write."""
 
     name: str
     reads: list[int]
@@ -67,6 +45,9 @@ class Step:
     shares: bool = False
     inside: tuple[Schedule, ...] = ()
     combines: tuple = ()
+    read_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+    filled_bytes: int = 0
+    made: int | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -87,8 +68,9 @@ class Storage:
         self.program, self.compiler = program, compiler
         self.sizes: dict[int, int] = {}
         self._roots: dict[int, int] = {}  # value -> the value whose bytes it looks at
-        self._through: dict[int, tuple[int, ...]] = {}  # value of a fused loop -> stored values that it reads
-        self._again: dict[int, tuple[int, ...]] = {}  # value that loops compute anew -> stored values that they read
+        # Value of a fused loop, or one that loops compute anew -> stored values that it reads, and how much of each.
+        self._through: dict[int, dict[int, int]] = {}
+        self._again: dict[int, dict[int, int]] = {}
         self._users: dict[int, list[Node]] = {}
         self.makers: dict[int, Node] = {}
 
@@ -276,11 +258,19 @@ class Storage:
             return False
         if node.name.startswith("reduce_") or node.name in ("sort", "concatenate"):
             return False
+        if self.compiler.weighs_bytes:
+            return len(readers) < 2 or self._moves_less(node, len(readers))
         if len(readers) > 1 and node.name in _COSTLY:
             return False
         if node.name in _COSTLY and any(r.name == "broadcast_in_dim" for r in readers):
             return False
         return True
+
+    def _moves_less(self, node: Node, num_readers: int) -> bool:
+        """Whether fewer bytes are moved where every reader of a loop computes it, than where it is stored."""
+        reads = sum(self._reads(node.inputs, by_loop=True).values())
+        written = sum(self.program.bytes_of(value) for value in node.outputs)
+        return num_readers * reads <= reads + written + num_readers * written
 
     def _is_cheap_again(self, node: Node) -> bool:
         """Whether a loop that is stored for a kernel is computed again where other loops read it: it reads at most one
@@ -304,15 +294,16 @@ class Storage:
         in_place = ("scatter", "scatter-add", "dynamic_update_slice")
         return node.name in in_place or node.kind is Kind.LOOP and node.name not in _MOVES
 
-    def _reads(self, inputs: Sequence[int], by_loop: bool = False) -> list[int]:
-        found: dict[int, None] = {}
+    def _reads(self, inputs: Sequence[int], by_loop: bool = False) -> dict[int, int]:
+        """The stored values that are read for `inputs`, and how many bytes of each."""
+        found: dict[int, int] = {}
         for value in inputs:
             root = self._roots.get(value, value)
             through = self._again.get(root) if by_loop else None
-            for stored in through or self._through.get(root, (root,)):
+            for stored, size in (through or self._through.get(root, {root: self.sizes.get(root, 0)})).items():
                 if stored in self.sizes:
-                    found[stored] = None
-        return list(found)
+                    found[stored] = min(found.get(stored, 0) + size, self.sizes[stored])
+        return found
 
     def _schedule(self, region: Region) -> Schedule:
         steps: list[Step] = []
@@ -327,17 +318,21 @@ class Storage:
             if node.kind is Kind.VIEW:
                 continue
             if self._is_fused(node, outputs_of_views):
-                reads = tuple(self._reads(node.inputs, by_loop=True))
+                through = self._reads(node.inputs, by_loop=True)
                 for value in node.outputs:
-                    self._through[value] = reads
+                    most = self.program.bytes_of(value) if node.kind is Kind.PART or node.name in _SLICES else 2**62
+                    self._through[value] = {stored: min(size, most) for stored, size in through.items()}
                 continue
             if node.kind is Kind.FILL:
-                steps.append(Step("fill", self._reads(node.inputs[:1], by_loop=True), []))
+                read = self._reads(node.inputs[:1], by_loop=True)
+                filled = self.program.bytes_of(node.inputs[0])
+                steps.append(Step("fill", list(read), [], read_bytes=read, filled_bytes=filled))
                 continue
             is_loop = node.kind in (Kind.LOOP, Kind.PART)
-            reads = self._reads(node.inputs, by_loop=is_loop)
+            read = self._reads(node.inputs, by_loop=is_loop)
+            reads = list(read)
             if self._is_cheap_again(node):
-                self._again[node.outputs[0]] = tuple(reads)
+                self._again[node.outputs[0]] = read
             inside = ()
             if node.kind is Kind.REGIONS:
                 for value in node.outputs:
@@ -358,9 +353,53 @@ class Storage:
             combines = (node.name, *node.params) if node.name == "all_reduce" else ()
             if node.name in ("psum", "psum_invariant"):
                 combines = (node.name, *node.params.get("axes", ()))
-            steps.append(Step(node.name, reads, list(node.outputs), shares, inside, combines))
-        schedule = Schedule(steps, self._reads(region.outputs), [])
-        return schedule
+            steps.append(Step(node.name, reads, list(node.outputs), shares, inside, combines, read))
+        outputs = list(self._reads(region.outputs))
+        return Schedule(self._joined(steps, outputs) if self.compiler.weighs_bytes else steps, outputs, [])
+
+    def _joined(self, steps: Sequence[Step], outputs: Sequence[int]) -> list[Step]:
+        """The kernels that a GPU's compiler makes of steps in program order."""
+        kernels = [
+            Kernel(
+                number,
+                self._domain(step),
+                {buffer: step.read_bytes.get(buffer, self.sizes[buffer]) for buffer in step.reads},
+                tuple(step.writes),
+            )
+            for number, step in enumerate(steps)
+        ]
+        made = []
+        for each in joined(kernels, self.sizes, outputs):
+            first = steps[each.numbers[0]]
+            if len(each.numbers) == 1:
+                made.append(first)
+                continue
+            shares = all(steps[number].shares for number in each.numbers)
+            made.append(
+                Step(
+                    first.name, list(each.reads), list(each.writes), shares, read_bytes=dict(each.reads),
+                    made=first.writes[0],
+                )
+            )  # fmt: skip
+        return made
+
+    def _domain(self, step: Step) -> Domain | None:
+        """What a step runs over, as far as others can join it."""
+        node = self.makers.get(step.writes[0]) if step.writes else None
+        if node is None or step.inside:
+            return None
+        if node.name in ("dot_general", "conv_general_dilated"):
+            return Domain(0, is_product=True)
+        if node.kind is not Kind.LOOP or node.name in _MOVES:
+            return None
+        if not node.name.startswith("reduce_"):
+            return Domain(self._elements(node.outputs[0]))
+        axes, last = tuple(node.params.get("axes", ())), len(self.program.shapes[node.inputs[0]]) - 1
+        is_row_max = node.name == "reduce_max" and axes == (last,)
+        return Domain(self._elements(node.inputs[0]), axes, is_row_max=is_row_max)
+
+    def _elements(self, value: int) -> int:
+        return self.program.bytes_of(value) // self.program.itemsizes[value]
 
 
 def _outer_reads(schedule: Schedule) -> set[int]:

@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import Storage, compiler_of
+from splitjax.cost.memory.buffers import Storage
+from splitjax.cost.memory.compilers import compiler_of
 from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.program import Split
 from splitjax.cost.memory.reading import read

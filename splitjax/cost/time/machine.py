@@ -46,6 +46,14 @@ class Machine:
         return cls(sizes, target=target, routes=routes(target, sizes), overlaps=True)
 
     @property
+    def platform(self) -> str:
+        """The platform whose compiler makes the kernels, such as `gpu`."""
+        if self.calibration is not None:
+            return self.calibration.platform
+        assert self.target is not None, "a machine is measured or published"
+        return self.target.kind.platform
+
+    @property
     def call_seconds(self) -> float:
         """What a step takes beside what its device does."""
         return self.calibration.call_seconds if self.calibration is not None else 0.0

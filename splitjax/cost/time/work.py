@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import Schedule, Step, Storage, compiler_of
+from splitjax.cost.memory.buffers import Schedule, Step, Storage
+from splitjax.cost.memory.compilers import Compiler, compiler_of
 from splitjax.cost.memory.lifetimes import PlacedProgram
 from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
 from splitjax.cost.memory.reading import read
@@ -85,14 +86,14 @@ def tasks_of(placed: PlacedProgram) -> tuple[Task, ...]:
     compiler = compiler_of(placed.platform)
     storage = Storage(program, compiler)
     schedule = storage.schedule()
-    return _Reader(program, storage.sizes, compiler.combines_bytes).tasks(schedule, program.body)
+    return _Reader(program, storage.sizes, compiler).tasks(schedule, program.body)
 
 
 class _Reader:
-    """Makes tasks of schedules. `sizes`: bytes of what is stored. `limit`: up to how many bytes all-reduces are one."""
+    """Makes tasks of schedules. `sizes`: bytes of what is stored. `compiler`: what is known of the compiler."""
 
-    def __init__(self, program: Program, sizes: Mapping[int, int], limit: int) -> None:
-        self.program, self.sizes, self.limit = program, sizes, limit
+    def __init__(self, program: Program, sizes: Mapping[int, int], compiler: Compiler) -> None:
+        self.program, self.sizes, self.compiler = program, sizes, compiler
         self.makers = {value: node for node in nodes_of(program.body) for value in node.outputs if node.name != "carry"}
         self.regions: dict[int, Sequence[Region]] = {
             value: node.regions for node in nodes_of(program.body) if node.regions for value in node.outputs
@@ -100,11 +101,15 @@ class _Reader:
 
     def tasks(self, schedule: Schedule, region: Region) -> tuple[Task, ...]:
         """Returns the tasks of a schedule, which is that of a `region`."""
-        found = [task for step in combine(schedule, self.sizes, self.limit).steps for task in self.of_step(step)]
+        found = [
+            task
+            for step in combine(schedule, self.sizes, self.compiler.combines_bytes).steps
+            for task in self.of_step(step)
+        ]
         return (*found, *self.costly(region))
 
     def of_step(self, step: Step) -> Iterator[Task]:
-        node = self.makers.get(step.writes[0]) if step.writes else None
+        node = self.makers.get(step.writes[0] if step.made is None else step.made) if step.writes else None
         reads, writes = tuple(step.reads), tuple(step.writes)
         if step.name == "all_reduces":  # several that became one
             sent = sum(self.collective(maker).sent_bytes for each in writes if (maker := self.makers.get(each)))
@@ -118,18 +123,26 @@ class _Reader:
             turns = _num_turns(self.program, regions[0]) if step.name == "scan" and regions else 1
             yield Task(step.name, reads=reads, writes=writes, inside=inside, turns=turns)
         elif node is None or node.kind is Kind.FILL:
-            moved = 2.0 * sum(self.sizes.get(value, 0) for value in reads)
+            moved = 2.0 * self.read_bytes(step)
+            if self.compiler.weighs_bytes:
+                moved = float(self.read_bytes(step) + step.filled_bytes)
             yield Task(step.name, (), _moved(moved), num_bytes=moved, reads=reads, writes=writes)
         elif node.kind is Kind.COLLECTIVE:
             yield dataclasses.replace(self.collective(node), reads=reads, writes=writes)
         else:
             yield self.computed(node, step)
 
+    def read_bytes(self, step: Step) -> int:
+        """Returns the bytes that a step reads."""
+        if self.compiler.weighs_bytes:
+            return sum(step.read_bytes.get(value, self.sizes.get(value, 0)) for value in step.reads)
+        return sum(self.sizes.get(value, 0) for value in step.reads)
+
     def computed(self, node: Node, step: Step) -> Task:
         """Returns the task of a kernel that is no collective."""
         program, out = self.program, node.outputs[0]
         written = sum(self.sizes.get(value, 0) for value in step.writes)
-        moved = float(written + sum(self.sizes.get(value, 0) for value in step.reads))
+        moved = float(written + self.read_bytes(step))
         repeats, flops, loads = 1, 0.0, ()
         name = node.name
         if name in ("dot_general", "ragged_dot"):
@@ -216,7 +229,10 @@ class _Reader:
         return Task(node.name, program.shapes[node.outputs[0]], op=op, axes=axes, sent_bytes=float(sent))
 
     def costly(self, region: Region) -> Iterator[Task]:
-        """Yields what exponentials and the like of a region take, wherever they are fused."""
+        """Yields what exponentials and the like of a region take, wherever they are fused; nothing where they run
+        beside the memory."""
+        if self.compiler.weighs_bytes:
+            return
         for node in region.nodes:
             if node.name in _COSTLY and node.kind is Kind.LOOP:
                 count = self.elements(node.outputs[0])
