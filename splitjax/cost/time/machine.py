@@ -20,7 +20,8 @@ class Machine:
 
     - `sizes`: of the mesh axes, in the mesh's order.
     - `calibration`: what was measured of it; None for a machine that is known by its vendor's figures alone. Nothing
-      runs at these peaks, so that times are meant as lower bounds; no device has been measured to see whether they are.
+      runs at these peaks, so that times are lower bounds where its kernels are those that are predicted: on an H100 six
+      of six steps took longer (benchmarks/results/accelerator.md).
     - `target`: the machine that is not here; None for the one that was measured.
     - `routes`: by mesh axis, what carries it; empty for a measured one.
     - `overlaps`: whether collectives go on while the device computes.

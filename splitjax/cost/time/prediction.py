@@ -46,7 +46,7 @@ class StepTime:
     - `call_seconds`: what the call takes besides.
     - `parts`: every operation and collective, the longest first.
     - `is_lower_bound`: whether nothing was measured of the machine, so that everything is taken to run at the figures
-      that its vendor publishes: the time is meant as a lower bound, for the kernels and rings that are predicted.
+      that its vendor publishes: the time is a lower bound, for the kernels and rings that are predicted.
     """
 
     seconds: float
