@@ -153,9 +153,13 @@ class Programs:
         )
         return self._jit(run, results, extra, (*donate_extra, *consumed) if self.recipe.donate else donate_extra)
 
-    @functools.cached_property
+    @property
     def layouts(self) -> Sequence[NamedSharding]:
         """The layouts of the flat arguments of the step, on the user's mesh."""
+        return self._layouts
+
+    @functools.cached_property
+    def _layouts(self) -> Sequence[NamedSharding]:
         return shardings_of(self.mesh, self.plan.leaves)
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:

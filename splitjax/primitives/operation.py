@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splitjax.primitives.dims import DimRule, Params, Shapes
 from splitjax.primitives.example_question import ExampleRule
@@ -35,7 +35,12 @@ class Trait(enum.Enum):
     FOREIGN = "it runs code that is not partitioned like the rest of the step: a kernel, a callback, a `shard_map`"
 
     # There is one object of each: by its name, as Python hashes it, sets of traits take more than twice as long.
-    __hash__ = object.__hash__
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+
+    else:
+        __hash__ = object.__hash__
 
 
 class Examples(enum.Enum):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from splitjax.cost.memory.compilers import Compiler
 from splitjax.cost.memory.joining import Domain, Kernel, joined
@@ -44,7 +45,7 @@ class Step:
     writes: list[int]
     shares: bool = False
     inside: tuple[Schedule, ...] = ()
-    combines: tuple = ()
+    combines: tuple[Any, ...] = ()
     read_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     filled_bytes: int = 0
     made: int | None = None
@@ -65,7 +66,8 @@ class Storage:
     the value that is stored in it."""
 
     def __init__(self, program: Program, compiler: Compiler) -> None:
-        self.program, self.compiler = program, compiler
+        self.program: Program = program
+        self.compiler: Compiler = compiler
         self.sizes: dict[int, int] = {}
         self._roots: dict[int, int] = {}  # value -> the value whose bytes it looks at
         # Value of a fused loop, or one that loops compute anew -> stored values that it reads, and how much of each.
