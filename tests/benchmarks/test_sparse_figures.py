@@ -338,7 +338,7 @@ def test_sections_are_replaced_one_by_one_and_stand_in_order(tmp_path, monkeypat
         ),
     ]
     (tmp_path / "sparse.json").write_text(json.dumps({key: section(f"old {key}") for key in keys}))
-    monkeypatch.setattr(sparse, "_run", lambda key, run: section(f"new {key}"))
+    monkeypatch.setattr(sparse, "_run", lambda key, run, options: section(f"new {key}"))
     arguments = [
         "--data-dir",
         str(tmp_path),
@@ -372,12 +372,13 @@ def test_tables_can_be_chosen(chosen, tmp_path, monkeypatch):
         "4",
         *(["--tables", *chosen] if chosen else []),
     ]
-    jobs = sparse._jobs(sparse._options(arguments))
+    options = sparse._options(arguments)
+    jobs = sparse._jobs(options)
     assert [run() for run in jobs.values()] == (chosen or list(sparse.TABLES))
     asked = []
     monkeypatch.setattr(sparse, "run_part", lambda key, measure, command: asked.append(command))
     for key, run in jobs.items():
-        sparse._run(key, run)
+        sparse._run(key, run, options)
     assert (
         asked[0] == "python -m benchmarks sparse --data-dir DIR --only schemes --workers 4 --links 100mbit --tables"
         f" {(chosen or sparse.TABLES)[0]}"
