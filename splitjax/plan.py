@@ -16,11 +16,12 @@ import difflib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 from jax.sharding import Mesh, PartitionSpec
 
+from splitjax._plan_differences import comparable, of_entries, of_partial, of_value
 from splitjax._plan_explained import Alternative, Explainer, Explanation, StepCost
 from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
@@ -364,98 +365,29 @@ def _did_you_mean(path: str, known: Mapping[str, Any]) -> str:
 
 
 def _differences(a: Plan, b: Plan) -> Iterator[str]:
-    yield from _diff_value("mesh", a.mesh, b.mesh, str)
-    yield from _diff_value("rules", a.rules, b.rules)
-    yield from _diff_value("replicated_batch", a.replicated_batch, b.replicated_batch)
-    yield from _diff_value("batch_axes", a.batch_axes, b.batch_axes)
-    yield from _diff_value("group_comm", a.group_comm, b.group_comm)
-    yield from _diff_entries("leaf", a.leaves, b.leaves, lambda leaf: leaf.path)
-    yield from _diff_entries("layer", a.layers, b.layers, lambda layer: layer.name)
-    yield from _diff_entries(
+    yield from of_value("mesh", a.mesh, b.mesh, str)
+    yield from of_value("rules", a.rules, b.rules)
+    yield from of_value("replicated_batch", a.replicated_batch, b.replicated_batch)
+    yield from of_value("batch_axes", a.batch_axes, b.batch_axes)
+    yield from of_value("group_comm", a.group_comm, b.group_comm)
+    yield from of_entries("leaf", a.leaves, b.leaves, lambda leaf: leaf.path)
+    yield from of_entries("layer", a.layers, b.layers, lambda layer: layer.name)
+    yield from of_entries(
         "constraint", a.constraints, b.constraints, lambda c: f"{c.site} operand {c.operand} ({c.layer})"
     )
-    yield from _diff_entries("gathered operation", a.gathered, b.gathered, str)
+    yield from of_entries("gathered operation", a.gathered, b.gathered, str)
     for field in dataclasses.fields(Memory):
-        yield from _diff_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
+        yield from of_value(f"memory.{field.name}", getattr(a.memory, field.name), getattr(b.memory, field.name))
     for field in dataclasses.fields(Compute):
-        yield from _diff_value(f"compute.{field.name}", getattr(a.compute, field.name), getattr(b.compute, field.name))
-    yield from _diff_entries(
+        yield from of_value(f"compute.{field.name}", getattr(a.compute, field.name), getattr(b.compute, field.name))
+    yield from of_entries(
         "collective",
-        *_comparable(a.collectives, b.collectives),
+        *comparable(a.collectives, b.collectives),
         lambda c: (c.op, c.axis, c.layer, c.purpose),
         lambda c: f"{c.op} over {c.axis} for {c.layer}" + (f" ({c.why})" if c.why else ""),
     )
-    yield from _diff_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
-    yield from _diff_partial(a.partial, b.partial)
-    yield from _diff_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
-    yield from _diff_entries("warning", a.warnings, b.warnings, lambda warning: warning.kind)
-    yield from _diff_entries("note", a.notes, b.notes, repr)
-
-
-def _comparable(
-    here: Sequence[Collective], there: Sequence[Collective]
-) -> tuple[Sequence[Collective], Sequence[Collective]]:
-    """Returns the collectives of two plans as they can be compared: without their purposes where one plan tells them in
-    words and the other has them as data."""
-    told = [any(collective.purpose.is_told for collective in side) for side in (here, there)]
-    if told[0] == told[1]:
-        return here, there
-    bare = Purpose.told("")
-    here, there = ([dataclasses.replace(collective, purpose=bare) for collective in side] for side in (here, there))
-    return here, there
-
-
-def _diff_partial(a: PartialPlan | None, b: PartialPlan | None) -> Iterator[str]:
-    if a is None or b is None:
-        yield from _diff_value("partial", a and a.assignment, b and b.assignment)
-        return
-    for field in dataclasses.fields(PartialPlan):
-        if field.name != "segments":
-            yield from _diff_value(f"partial.{field.name}", getattr(a, field.name), getattr(b, field.name))
-    yield from _diff_entries("segment", a.segments, b.segments, lambda segment: segment.layers[0])
-
-
-def _diff_value(name: str, here: Any, there: Any, show: Callable[[Any], str] = repr) -> Iterator[str]:
-    if here != there:
-        if show(here) == show(there):  # such as the specs (None,) and (), which lay out alike
-            show = repr
-        yield f"{name}: {show(here)} -> {show(there)}"
-
-
-def _diff_entries(
-    kind: str,
-    here: Sequence[Any],
-    there: Sequence[Any],
-    key: Callable[[Any], Hashable],
-    name_of: Callable[[Any], str] | None = None,
-) -> Iterator[str]:
-    """Differences between two lists of entries, paired by key; several entries of one key are paired in order.
-    `name_of`: what an entry is called, where that is not its key."""
-    if here == there:
-        return
-    mine, theirs = _grouped(here, key), _grouped(there, key)
-    silent = True
-    for shared in (*mine, *(shared for shared in theirs if shared not in mine)):
-        left, right = mine.get(shared, []), theirs.get(shared, [])
-        name = shared if name_of is None else name_of((*left, *right)[0])
-        for x, y in zip(left, right, strict=False):
-            if x != y:
-                silent = False
-                for field in dataclasses.fields(x):
-                    show = spec_text if field.name == "spec" else repr
-                    yield from _diff_value(
-                        f"{kind} {name}: {field.name}", getattr(x, field.name), getattr(y, field.name), show
-                    )
-        if len(left) != len(right):
-            silent = False
-            times = f" ({len(left)} -> {len(right)} times)" if left and right else ""
-            yield f"{kind} {name}: only in the {'first' if len(left) > len(right) else 'second'} plan{times}"
-    if silent:
-        yield f"{kind} entries: the same, in another order"
-
-
-def _grouped(entries: Sequence[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[Any]]:
-    groups: dict[Hashable, list[Any]] = {}
-    for entry in entries:
-        groups.setdefault(key(entry), []).append(entry)
-    return groups
+    yield from of_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
+    yield from of_partial(a.partial, b.partial)
+    yield from of_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
+    yield from of_entries("warning", a.warnings, b.warnings, lambda warning: warning.kind)
+    yield from of_entries("note", a.notes, b.notes, repr)

@@ -81,6 +81,7 @@ ROOMS = (
 )
 SAME_ROOM = {
     "_plan_explained": "plan",
+    "_plan_differences": "plan",
     "_plan_json": "plan",
     "_plan_parts": "plan",
     "_plan_purpose": "plan",
