@@ -31,20 +31,25 @@ BUDGET_MODELS = ("vgg16", "transformer", "scanned_remat")
 # What `--repredict` predicts with: the calibration of the device whose times are stored.
 CALIBRATION = RESULTS / "calibration-h100.json"
 _BUDGET_SHARE = 0.1  # of the device's memory
-_AT_ONCE = 4
+_AT_ONCE = 6
 _MIB = 2**20
 
 
 def _run(what: str, folder: pathlib.Path, name: str, *rest: str, quick: bool, **environment: str) -> Any:
-    """Runs `benchmarks.accelerator.running` in a process of its own, and returns what it found or how it failed."""
+    """Runs `benchmarks.accelerator.running` in a process of its own, and returns what it found or how it failed; what
+    an earlier run left in `folder` is not run again."""
     file = folder / f"{what}-{name.replace('/', '-')}.json"
+    if file.exists():
+        return json.loads(file.read_text())
     command = [sys.executable, "-m", "benchmarks.accelerator.running", what, str(file), *rest]
     command += ["--quick"] if quick else []
     done = subprocess.run(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
     if done.returncode or not file.exists():
         print(f"{what} {name} failed:\n{done.stderr[-1500:]}", file=sys.stderr, flush=True)
         return {"cell": name, "error": done.stderr.strip().splitlines()[-1:]}
-    return json.loads(file.read_text())
+    found = json.loads(file.read_text())
+    print(what, json.dumps(found), flush=True)
+    return found
 
 
 def found_memory(cells: Sequence[Cell], folder: pathlib.Path, quick: bool) -> tuple[list[Any], list[Any]]:
@@ -210,6 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="gpu:h100:1x1", help="the device as splitjax's tables know it")
     parser.add_argument("--calibration", type=pathlib.Path, help="this file, instead of a new one")
     parser.add_argument("--cells", nargs="*", help="only these steps, such as mlp/1024; the page goes to --output")
+    parser.add_argument("--parts", type=pathlib.Path, help="folder that keeps what has run: a run cut short goes on")
     parser.add_argument("--only", choices=("memory", "time"), help="one half")
     parser.add_argument("--repredict", action="store_true", help="predict stored times anew; needs no device")
     options = parser.parse_args(argv)
@@ -219,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     cells = [Cell(name, 16) for name in list(MODELS)[:1]] if options.quick else every_cell()
     cells = [Cell.parse(name) for name in options.cells] if options.cells else cells
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
+        folder = options.parts or pathlib.Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         import jax
 
         from benchmarks.machine import header, this_machine
@@ -230,21 +237,15 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         times: list[Any] = []
         if options.only != "memory":
-            file = (options.output or folder) / "calibration-accelerator.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if options.calibration:
-                file = options.calibration
-            else:
+            file = options.calibration or folder / "calibration.json"
+            if not file.exists():
                 calibrate(quick=options.quick, told=lambda line: print(line, flush=True)).save(file)
             target = "" if jax.default_backend() == "cpu" else options.target
-            names = [cell.name for cell in cells]
-            times = _run("time", folder, "all", str(file), target, *names, quick=options.quick)
-            if isinstance(times, dict):
-                print("error: the steps did not run\n  remedy: read what was printed above", file=sys.stderr)
-                return 1
+            for cell in cells:
+                times.append(_run("time", folder, cell.name, str(file), target, cell.name, quick=options.quick))
         memory, budgets = found_memory(cells, folder, options.quick) if options.only != "time" else ([], [])
-        print(json.dumps([memory, budgets]), flush=True)
-        failed = [each for each in [*memory, *budgets] if "error" in each]
+        failed = [each for each in [*times, *memory, *budgets] if "error" in each]
+        times = [each for each in times if "error" not in each]
         notes = [f"{each['cell']} failed: {each['error']}" for each in failed]
         machine = header(this_machine(), "python -m benchmarks accelerator" + (" --quick" if options.quick else ""))
     content = {"header": machine, "notes": notes, "memory": memory, "budgets": budgets, "times": times}

@@ -2,7 +2,7 @@
 
 python -m benchmarks.accelerator.running memory FILE CELL [--quick]
 python -m benchmarks.accelerator.running budget FILE MODEL [--quick]
-python -m benchmarks.accelerator.running time FILE CALIBRATION TARGET CELL [CELL ...] [--quick]
+python -m benchmarks.accelerator.running time FILE CALIBRATION TARGET CELL [--quick]
 """
 
 from __future__ import annotations
@@ -112,21 +112,16 @@ def predicted_times(cell: Cell, calibration: str, target: str, step: Made | None
     return {"predicted": measured.seconds, "published": published, "largest": _largest(measured)}
 
 
-def times_of(cells: list[Cell], calibration: str, target: str, quick: bool) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of a step of each cell, and of the same step under `jax.jit`."""
-    found = []
-    for cell in cells:
-        each = made(cell, quick)
-        predicted = predicted_times(cell, calibration, target, each)
-        own, own_loss = _seconds(each.parallel, started(each))
-        plain, plain_loss = _seconds(jax.jit(each.plain, donate_argnums=0), started(each, plain=True))
-        found.append({
-            "cell": cell.name, "held_out": cell.is_held_out, **predicted,
-            "measured": own, "plain": plain, "loss": own_loss, "plain_loss": plain_loss,
-        })  # fmt: skip
-        print({k: v for k, v in found[-1].items() if k != "largest"}, flush=True)
-        jax.clear_caches()
-    return found
+def time_of(cell: Cell, calibration: str, target: str, quick: bool) -> dict[str, Any]:
+    """Predicted and measured seconds of a step of a cell, and of the same step under `jax.jit`."""
+    each = made(cell, quick)
+    predicted = predicted_times(cell, calibration, target, each)
+    own, own_loss = _seconds(each.parallel, started(each))
+    plain, plain_loss = _seconds(jax.jit(each.plain, donate_argnums=0), started(each, plain=True))
+    return {
+        "cell": cell.name, "held_out": cell.is_held_out, **predicted,
+        "measured": own, "plain": plain, "loss": own_loss, "plain_loss": plain_loss,
+    }  # fmt: skip
 
 
 def _largest(predicted: Any) -> list[Any]:
@@ -160,8 +155,8 @@ def main(arguments: list[str]) -> int:
     elif what == "budget":
         found = budget_of(rest[0], quick)
     else:
-        calibration, target, *names = rest
-        found = times_of([Cell.parse(name) for name in names], calibration, target, quick)
+        calibration, target, name = rest
+        found = time_of(Cell.parse(name), calibration, target, quick)
     pathlib.Path(file).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
