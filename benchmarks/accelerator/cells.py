@@ -95,15 +95,16 @@ def every_cell() -> list[Cell]:
     return [Cell(name, batch) for name, batches in named.items() for batch in batches]
 
 
-def made(cell: Cell, quick: bool = False) -> Made:
-    """Makes the step of a cell. `quick`: a far smaller model, to try the benchmark out on a CPU."""
+def made(cell: Cell, quick: bool = False, mesh: Any = None) -> Made:
+    """Makes the step of a cell. `quick`: a far smaller model, to try the benchmark out on a CPU. `mesh`: of one device,
+    instead of this machine's first."""
     if cell.model in SCANNED:
         parts = functools.partial(_scanned, cell.model, cell.batch, quick)
     else:
         parts = functools.partial(_shipped, cell.model, cell.batch, quick)
     init, plain, batch = parts(jax.value_and_grad)
     _, step, _ = parts(splitjax.value_and_grad)
-    return Made(plain, splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel"), init, batch)
+    return Made(plain, splitjax.parallelize(step, mesh=mesh or {"data": 1}, rules="data_parallel"), init, batch)
 
 
 def _shipped(model: str, batch: int, quick: bool, differentiate: Any) -> tuple[Any, Any, Any]:

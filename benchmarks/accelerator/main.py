@@ -1,7 +1,7 @@
 """One accelerator: what `step.memory` and `step.time` predict, against the compiler and the device itself.
 
     python -m benchmarks accelerator [--quick] [--output FOLDER]
-    python -m benchmarks accelerator --repredict     the stored times, predicted anew by the stored calibration
+    python -m benchmarks accelerator --repredict     what is stored, predicted anew; memory with JAX's plugin for GPUs
 
 Steps of one device (a mesh of one, rule set `data_parallel`), so that nothing is sent: what is tried is the prediction
 of memory and of computing, the cost of a call, and that numbers are those of `jax.jit`. The device is calibrated first,
@@ -28,8 +28,7 @@ from benchmarks.accelerator.cells import MODELS, Cell, every_cell
 MEMORY_GOALS = {"median": 0.05, "p90": 0.12, "worst": 0.20, "bound_holds": 0.98}
 TIME_GOAL = 0.20
 BUDGET_MODELS = ("vgg16", "transformer", "scanned_remat")
-# What `--repredict` predicts with: the calibration of the device whose times are stored.
-CALIBRATION = RESULTS / "calibration-h100.json"
+CALIBRATION = "calibration-h100.json"  # beside the page: of the device whose times are stored
 _BUDGET_SHARE = 0.1  # of the device's memory
 _AT_ONCE = 6
 _MIB = 2**20
@@ -75,15 +74,27 @@ def memory_summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def repredicted(stored: Mapping[str, Any], calibration: pathlib.Path, target: str, commit: str) -> dict[str, Any]:
-    """What is stored, its times predicted anew; nothing runs, and no device is needed.
+def repredicted(stored: Mapping[str, Any], target: str, commit: str, mesh: Any = None) -> dict[str, Any]:
+    """What is stored, predicted anew; nothing runs, and no device is needed.
 
-    **Arguments:** `stored`: what a run on a device wrote. `calibration`: of that device. `target`: what splitjax's
-    tables know it as. `commit`: what predicts."""
-    from benchmarks.accelerator.running import predicted_times
+    **Arguments:** `stored`: what runs on a device wrote, with the calibration of that device for every time. `target`:
+    what splitjax's tables know the device as. `commit`: what predicts. `mesh`: of one such device that need not be
+    here; without it memory stays as it is stored."""
+    from benchmarks.accelerator.running import predicted_memory, predicted_times
 
-    times = [cell | predicted_times(Cell.parse(cell["cell"]), str(calibration), target) for cell in stored["times"]]
-    return {**stored, "times": times, "predicted_with": commit}
+    times = [
+        cell | predicted_times(Cell.parse(cell["cell"]), str(RESULTS / cell["calibration"]), target)
+        for cell in stored["times"]
+    ]
+    found: dict[str, Any] = {**stored, "times": times, "predicted_with": commit}
+    if mesh is None:
+        return found
+    found["memory"] = [cell | predicted_memory(Cell.parse(cell["cell"]), mesh) for cell in stored["memory"]]
+    found["budgets"] = [
+        each | {"tried": [one | predicted_memory(Cell(each["model"], one["batch"]), mesh) for one in each["tried"]]}
+        for each in stored["budgets"]
+    ]
+    return found
 
 
 def lines_of(stored: Mapping[str, Any]) -> list[str]:
@@ -99,8 +110,8 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         " predicted. A third of the steps, by a hash of"
         " their names, is held out: nothing was fitted to those.", "",
         stored["header"], "", *stored["notes"], "",
-        *([f"Times were measured in that run. They were predicted anew with commit {again}, by the calibration of that"
-           " device ([stored](calibration-h100.json)): `python -m benchmarks accelerator --repredict`.", ""]
+        *([f"What was measured then was predicted anew with commit {again}:"
+           " `python -m benchmarks accelerator --repredict`. Calibrations are stored beside this page.", ""]
           if again else []),
         "## Time", "",
     ]  # fmt: skip
@@ -198,12 +209,16 @@ def _table_of_budgets(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
     )  # fmt: skip
 
 
-def _repredict(calibration: pathlib.Path, target: str, folder: pathlib.Path | None) -> int:
-    from benchmarks.machine import this_commit
+def _repredict(target: str, folder: pathlib.Path | None) -> int:
+    import jax
 
+    from benchmarks.machine import this_commit
+    from benchmarks.planner.cells import GPU
+    from benchmarks.planner.targets import mesh_of
+
+    mesh = mesh_of(GPU, {"data": 1}) if "cuda" in (jax.config.jax_platforms or "") else None
     stored = json.loads((RESULTS / "accelerator.json").read_text())
-    content = repredicted(stored, calibration, target, this_commit())
-    print("wrote", write_stored("accelerator", content, lines_of, folder))
+    print("wrote", write_stored("accelerator", repredicted(stored, target, this_commit(), mesh), lines_of, folder))
     return 0
 
 
@@ -220,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repredict", action="store_true", help="predict stored times anew; needs no device")
     options = parser.parse_args(argv)
     if options.repredict:
-        return _repredict(options.calibration or CALIBRATION, options.target, options.output)
+        return _repredict(options.target, options.output)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cells = [Cell(name, 16) for name in list(MODELS)[:1]] if options.quick else every_cell()
     cells = [Cell.parse(name) for name in options.cells] if options.cells else cells
@@ -242,7 +257,8 @@ def main(argv: list[str] | None = None) -> int:
                 calibrate(quick=options.quick, told=lambda line: print(line, flush=True)).save(file)
             target = "" if jax.default_backend() == "cpu" else options.target
             for cell in cells:
-                times.append(_run("time", folder, cell.name, str(file), target, cell.name, quick=options.quick))
+                found = _run("time", folder, cell.name, str(file), target, cell.name, quick=options.quick)
+                times.append(found | {"calibration": CALIBRATION})
         memory, budgets = found_memory(cells, folder, options.quick) if options.only != "time" else ([], [])
         failed = [each for each in [*times, *memory, *budgets] if "error" in each]
         times = [each for each in times if "error" not in each]

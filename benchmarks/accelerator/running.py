@@ -43,8 +43,8 @@ def memory_of(cell: Cell, quick: bool) -> dict[str, Any]:
     allocator counts from the start of the process, so that a cell has a process of its own; arguments are made there
     without copies, and autotuning is off, whose trials would count."""
     each = made(cell, quick)
+    predicted = predicted_memory(cell, step=each)
     shapes = jax.eval_shape(each.init, jax.random.key(0))
-    predicted = each.parallel.memory(shapes, each.batch)
     compiled = each.parallel.lower(shapes, each.batch).compile().memory_analysis()
     state, batch = started(each)
     for _ in range(2):
@@ -53,11 +53,18 @@ def memory_of(cell: Cell, quick: bool) -> dict[str, Any]:
     stats = jax.devices()[0].memory_stats() or {}
     aliased = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     return {
-        "cell": cell.name, "held_out": cell.is_held_out, "estimate": predicted.estimate_bytes,
-        "bound": predicted.bound_bytes, "arguments": predicted.argument_bytes,
+        "cell": cell.name, "held_out": cell.is_held_out, **predicted,
         "compiled": aliased + compiled.temp_size_in_bytes, "compiled_arguments": compiled.argument_size_in_bytes,
         "peak": stats.get("peak_bytes_in_use", 0),
     }  # fmt: skip
+
+
+def predicted_memory(cell: Cell, mesh: Any = None, step: Made | None = None) -> dict[str, int]:
+    """The predicted bytes of a step of a cell: `estimate`, upper `bound`, and its `arguments`. `mesh`: as `made` takes
+    it. `step`: the cell's, where it is made already."""
+    step = made(cell, mesh=mesh) if step is None else step
+    found = step.parallel.memory(jax.eval_shape(step.init, jax.random.key(0)), step.batch)
+    return {"estimate": found.estimate_bytes, "bound": found.bound_bytes, "arguments": found.argument_bytes}
 
 
 def budget_of(model: str, quick: bool) -> dict[str, Any]:
