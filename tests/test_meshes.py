@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import splitjax
 from splitjax.errors import MeshError, TraceError
-from splitjax.mesh import arrange
+from splitjax.mesh.device_order import arrange
 from splitjax.runtime.checkpoint import CheckpointOptions, Checkpoints
 from tests.processes import run_processes
 

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from splitjax.cost.flow import Axes, used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
-from splitjax.trace.graph import ConvolutionDims, Dim, Graph
+from splitjax.trace.graph import Dim, Graph
+from splitjax.trace.suspect_dims import ConvolutionDims
 
 # The row of `splitjax.partitioner.DEFECTS` for convolutions without groups.
 ORDINARY = "convolution"

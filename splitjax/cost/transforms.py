@@ -26,7 +26,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from splitjax.cost.flow import Axes, used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
-from splitjax.trace.graph import Dim, Graph, Suspect, TransformDims, itemsize
+from splitjax.trace.graph import Dim, Graph, itemsize
+from splitjax.trace.suspect_dims import Suspect, TransformDims
 
 # (op, axes, bytes that the op's formula takes, whether it belongs to the backward pass)
 Sent = tuple[str, Axes, int, bool]

@@ -12,7 +12,7 @@ from splitjax.partitioner import COVERED, Operation, defect_of
 from splitjax.primitives.table import qualified_name
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
-from splitjax.trace.graph import ConvolutionDims, Dim, Suspect, TouchedDims, TransformDims
+from splitjax.trace.suspect_dims import ConvolutionDims, Dim, Suspect, TouchedDims, TransformDims
 
 
 def find_suspects(flat: FlatStep, classes: Classes) -> tuple[Suspect, ...]:

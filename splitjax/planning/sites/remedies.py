@@ -28,7 +28,8 @@ from splitjax.planning.sites.constraints import FREE
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.rules.sharded_state import is_in_order
 from splitjax.trace.flatten import FlatStep, Op, flatten
-from splitjax.trace.graph import Graph, Suspect
+from splitjax.trace.graph import Graph
+from splitjax.trace.suspect_dims import Suspect
 from splitjax.trace.suspects import operation_of
 
 
