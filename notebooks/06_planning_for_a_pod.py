@@ -125,13 +125,14 @@ for num_sequences in (16, 32, 128):
         print(f"{num_sequences} sequences: {error.message}")
     else:
         best, most = step.choice.best, plan.memory.bound_bytes / 2**30
-        print(f"{num_sequences} sequences: {best.name} on {best.mesh}: {best.seconds:.2f} s, at most {most:.1f} GiB")
+        takes = f"{best.program_seconds:.2f} s, at most {most:.1f} GiB"
+        print(f"{num_sequences} sequences: {best.name} on {best.mesh}: {takes}")
 
 # %% [markdown]
-# Sixteen sequences fit with weights that are stored in parts over all chips and gathered where they are used. Of 32 the
-# budget leaves only a layout that is predicted to take much longer than two steps of sixteen: the layers themselves are
-# split over all chips, and send what crosses between them. 128 do not fit, and the error says what the smallest layout
-# that was found would need. So sixteen it is:
+# Sixteen sequences fit with layers that are split over four chips, whose weights are stored in parts over the other
+# axis and gathered where they are used. Of 32 the budget leaves only a layout that takes longer than two steps of
+# sixteen: the layers are split over all chips, and send what crosses between them. 128 do not fit, and the error says
+# what the smallest layout that was found would need. So sixteen it is:
 
 # %%
 step, plan, tokens = planned(16, **chosen)
@@ -141,10 +142,11 @@ print(f"expected {plan.memory.peak_bytes / 2**30:.1f} GiB, at most {plan.memory.
 # ## What was weighed
 #
 # The choice is a value. Every mesh of sixteen chips was compared, on each of them what a search over the layers found
-# and every rule set that comes with splitjax. *predicted* is what ranks them: arithmetic, memory traffic and
-# collectives by the published figures of the chip, added up. *sum* is a quick sum of all that the step stores, which
-# knows nothing of recomputation; *at most* is the upper bound by the lifetimes of arrays, of those candidates that it
-# was asked of.
+# and every rule set that comes with splitjax. *parts* is what the search goes by: seconds of arithmetic, memory traffic
+# and collectives by the published figures of the chip, added up. The best few of them that fit were lowered, and
+# *program* is what decides among these: the time of the whole program, in which collectives go on while the chip
+# computes. *sum* is a quick sum of all that the step stores, which knows nothing of recomputation; *at most* is the
+# upper bound by the lifetimes of arrays, of those candidates that it was asked of.
 
 # %%
 step.choice
@@ -156,10 +158,9 @@ for note in plan.notes[:4]:
 # %% [markdown]
 # ## What it sends, and how long it takes
 #
-# The plan lists every collective with its reason. `step.time` predicts the program itself, operation by operation, and
-# lets collectives go on while the chip computes. Nothing reaches its published peak, so this is a lower bound.
-# It is more than the seconds that ranked the candidates: those leave out what `jax.checkpoint` computes again, and
-# count memory traffic once for all that is stored, since they only have to compare.
+# The plan lists every collective with its reason. `step.time` is what the choice asked of the programs: operation by
+# operation, with what `jax.checkpoint` computes again, and with collectives that go on while the chip computes. Nothing
+# reaches its published peak, so this is a lower bound.
 
 # %%
 sent = sum(collective.bytes for collective in plan.collectives)

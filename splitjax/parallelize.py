@@ -76,7 +76,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       chosen only if the upper bound of the memory of its plan is within, and a `BudgetError` says so where none is.
     - `target`: the machine that the step is for, such as `"tpu:v5e:4x4"`, where it is not the one that JAX sees: rules
       and mesh are chosen by its published figures, the memory that plans tell is that of its compiler, and the step is
-      planned and lowered for its devices, and does not run without them (docs/planning.md).
+      planned and lowered for its devices, and does not run without them (docs/planning.md). A file that `splitjax
+      calibrate` wrote, or a `Calibration`, stands for the machine that was measured: rules and mesh are chosen by it.
 
     **Returns** a `ParallelStep`, called like the step itself.
 

@@ -38,9 +38,10 @@ class Variable:
 class Candidate:
     """Is a rule set on a mesh with what it was predicted to take.
 
-    **Attributes:** `seconds`: of a step. `state_bytes`: of a device's states, exactly. `peak_bytes`: of a device, as a
-    sum of all that the step stores. `bound_bytes`: what a device needs at most, by the lifetimes of the lowered step;
-    None where it was not lowered to find out.
+    **Attributes:** `seconds`: of a step, as a sum of its parts. `state_bytes`: of a device's states, exactly.
+    `peak_bytes`: of a device, as a sum of all that the step stores. `bound_bytes`: what a device needs at most, by the
+    lifetimes of the lowered step; None where it was not lowered to find out. `program_seconds`: of the lowered step on
+    its machine, as `step.time` says; None where it was not lowered, or nothing is known of the machine.
     """
 
     rules: RuleSet
@@ -49,6 +50,7 @@ class Candidate:
     state_bytes: int
     peak_bytes: int
     bound_bytes: int | None = None
+    program_seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -113,8 +115,8 @@ class Choice:
     **Attributes:**
 
     - `best`: the rules and the mesh that were taken, with their seconds and bytes.
-    - `candidates`: what was compared by its whole prediction, the fastest first: the answers of the search, and the
-      shipped rule sets, also those that do not fit; where rules were given, these on every mesh.
+    - `candidates`: what was compared by its whole prediction, the fastest as a sum first: the answers of the search,
+      and the shipped rule sets, also those that do not fit; where rules were given, these on every mesh.
     - `answers`: those of the search, one a mesh and a way to lay the batch. None where the rules were given.
     - `refused`: the rule sets that this step or a mesh does not take.
     - `meshes`: those among which it was chosen. `dropped`: those of them that were not searched, as their lower bound
@@ -194,12 +196,20 @@ class Choice:
         if candidate.is_as(self.best):
             return "taken"
         if math.isinf(self.budget_bytes) or candidate.fits(self.budget_bytes):
-            return "slower" if candidate.seconds > self.best.seconds else "as fast"
+            return self._how_fast(candidate)
         if candidate.bound_bytes is not None:
             return "needs more than the budget"
         if candidate.state_bytes > self.budget_bytes:
             return "its states alone need more than the budget"
         return "slower, and needs more than the budget by the sum"
+
+    def _how_fast(self, candidate: Candidate) -> str:
+        taken = self.best.program_seconds
+        if taken is None:
+            return "slower" if candidate.seconds > self.best.seconds else "as fast"
+        if candidate.program_seconds is None:
+            return "not lowered"
+        return "slower" if candidate.program_seconds > taken else "as fast"
 
     def lines(self) -> Iterator[str]:
         """Yields what a plan notes of it, a line each."""
@@ -207,7 +217,7 @@ class Choice:
         if not self.given and len(self.meshes) > 1:
             chosen = 'mesh="auto" with rules="auto"'
         by = f"{best.mesh} for rules {best.name}" if self.given else f"{best.name} on {best.mesh}"
-        yield f"{chosen} chose {by}: predicted {1e3 * best.seconds:.4g} ms"
+        yield f"{chosen} chose {by}: predicted {_told(best)}"
         if len(self.meshes) > 1:
             yield from self._about_meshes()
         if not self.given:
@@ -217,7 +227,7 @@ class Choice:
     def _about_meshes(self) -> Iterator[str]:
         found = {mesh: self.best_of(mesh) for mesh in self.meshes if mesh != self.mesh}
         named = [
-            f"{mesh} {1e3 * best.seconds:.4g} ms" + (f" by {best.name}" if not self.given else "")
+            f"{mesh} {_told(best)}" + (f" by {best.name}" if not self.given else "")
             for mesh, best in found.items()
             if best is not None
         ]
@@ -232,7 +242,7 @@ class Choice:
         best, proof = self.best, self.proof
         others = [each for each in self.candidates if each.mesh == best.mesh and not each.is_as(best)]
         if others:
-            listed = ", ".join(f"{each.name} {1e3 * each.seconds:.4g} ms" for each in others[:_SHOWN])
+            listed = ", ".join(f"{each.name} {_told(each)}" for each in others[:_SHOWN])
             yield f"compared with {listed}"
         if proof is None:
             return
@@ -255,9 +265,17 @@ class Choice:
         too_large = [
             each
             for each in self.candidates
-            if each.bound_bytes is not None and not each.fits(self.budget_bytes) and not each.is_as(self.best)
+            if each.bound_bytes is not None and not each.fits(self.budget_bytes) and each.seconds <= self.best.seconds
         ]
         if too_large:
             on = (lambda each: f" on {each.mesh}") if len(self.meshes) > 1 else (lambda _: "")
             named = ", ".join(f"{each.name}{on(each)} at most {bytes_text(each.needed_bytes)}" for each in too_large)
             yield f"faster, and not within {bytes_text(int(self.budget_bytes))}: {named}"
+
+
+def _told(candidate: Candidate) -> str:
+    """Returns what a candidate is predicted to take, in words."""
+    as_sum = f"{1e3 * candidate.seconds:.4g} ms"
+    if candidate.program_seconds is None:
+        return as_sum
+    return f"{1e3 * candidate.program_seconds:.4g} ms as a program ({as_sum} as a sum)"

@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 from splitjax.cost.prediction import Prediction
+from splitjax.cost.time.machine import Machine
 from splitjax.machines import tables
+from splitjax.machines.calibration import Calibration, OperationKind
 from splitjax.machines.devices import DEVICES
 from splitjax.machines.links import Link
 from splitjax.machines.routes import routes
@@ -25,6 +27,8 @@ from splitjax.plan import Collective
 _CPU_FLOPS, _CPU_BYTES, _CPU_LINK = 5e10, 1e10, Link(5e-5, 2e9)
 # How often state and activations pass through memory in a step: written once and read once each.
 _PASSES = 2
+# Large enough, in flops, bytes or columns, that an operation goes at the rate of the largest that was measured.
+_LARGE = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,25 @@ class Prices:
         kind = DEVICES[target.kind.name]
         peak = kind.flops_per_second("bfloat16")
         return cls(peak, kind.memory_bytes_per_second, kind.fabric.link, found)
+
+    @classmethod
+    def of_calibration(cls, calibration: Calibration, mesh: MeshShape) -> Prices:
+        """Returns the figures of a machine that was measured, for a `mesh`: its largest product and loop, and its
+        all-reduces. Raises `CalibrationError` where a figure was not measured."""
+        machine = Machine.measured(calibration, dict(mesh.axes))
+        links = {}
+        for axis in mesh.present(mesh.names):
+            count, between = mesh.size((axis,)), machine.crosses_processes(axis)
+            latency = calibration.collective_seconds("all_reduce", count, between, 0.0)
+            sending = calibration.collective_seconds("all_reduce", count, between, _LARGE) - latency
+            # The latency of a calibration is that of all steps of a ring.
+            links[axis] = Link(latency / (2 * (count - 1)), _LARGE / sending)
+        return cls(
+            _LARGE / calibration.seconds(OperationKind.PRODUCT, _LARGE, int(_LARGE)),
+            _LARGE / calibration.seconds(OperationKind.ELEMENTWISE, _LARGE),
+            _CPU_LINK,
+            links,
+        )
 
     def seconds(self, prediction: Prediction) -> float:
         """Returns the seconds of a predicted step."""

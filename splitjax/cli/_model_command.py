@@ -92,6 +92,12 @@ class ModelCommand(CommandOptions):
         """The target that the step is planned for; None for this machine."""
         return None
 
+    @property
+    def chosen_for(self) -> str | pathlib.Path | None:
+        """The machine by whose figures auto chooses: the target, or the file of what was measured; None for that of the
+        mesh."""
+        return self.machine
+
     def asked_mesh(self) -> MeshShape | AutoMesh:
         """Returns the shape of the mesh, or for how many devices it is to be chosen. Raises `MeshError` for options
         that make none."""
@@ -128,7 +134,7 @@ class ModelCommand(CommandOptions):
         return planned_step(
             ModelChoice(self.model, self.library, self.num_classes, self.width, options),
             LayoutChoice(
-                mesh, parse_roles(self.role), self.rules, self.group_comm, self.shard_state, budget, self.machine
+                mesh, parse_roles(self.role), self.rules, self.group_comm, self.shard_state, budget, self.chosen_for
             ),
             self.optimizer,
             self.batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ class LayoutChoice:
     group_comm: str = "auto"
     shard_state: bool = False
     memory_budget: int | None = None
-    target: str | None = None
+    target: str | pathlib.Path | None = None
 
 
 def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:

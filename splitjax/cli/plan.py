@@ -24,8 +24,8 @@ class ShowPlan(ModelCommand):
 
     target: str | None = None
     """Plan for a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, and predict how long a step takes there,
-    as a lower bound by its published peaks; or how long it takes here, by a file that `splitjax calibrate` wrote. What
-    auto chooses is for a target's figures."""
+    as a lower bound by its published peaks; or how long it takes here, by a file that `splitjax calibrate` wrote. Auto
+    chooses by the same figures."""
     explain: str | None = None
     """Explain one layer, or the layer of one array, such as params/dense1, instead of showing the whole plan: why it
     lies so, and what each other layout of it would cost, on --target where that is a machine's name."""
@@ -43,6 +43,11 @@ class ShowPlan(ModelCommand):
     def machine(self) -> str | None:
         """The target that the step is planned for; None for this machine."""
         return self.target if self.target is not None and ":" in self.target else None
+
+    @property
+    def chosen_for(self) -> str | pathlib.Path | None:
+        """The machine by whose figures auto chooses."""
+        return self.machine if self.machine is not None or self.target is None else pathlib.Path(self.target)
 
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""

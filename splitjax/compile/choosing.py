@@ -4,16 +4,19 @@ A recipe, what is asked for as a mesh, and a call come in; the recipe with the c
 by them come out. The choice depends on the call, the number of devices and the options alone and ends by a limit of
 work, so that processes that run one program choose alike.
 
-With a budget the search goes by a sum of all that a step stores, which is quick. What is taken must fit by the
-lifetimes of the lowered step, as its plan shows them: the candidates are lowered, the fastest first, until the upper
-bound of one is within the budget.
+The search goes by sums, of seconds and of all that a step stores, which are quick. What is taken is compared by its
+lowered step. With a budget that must fit by the lifetimes of its arrays, as its plan shows them: candidates are
+lowered, the fastest first, until the upper bound of one is within the budget. Where the machine is known, by a target's
+published figures or a calibration, the best few that fit are lowered, with the best of every shipped rule set, and the
+fastest program is taken, as `step.time` predicts it: with what is sent while the devices compute, and with what is
+computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
@@ -21,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from splitjax.choosing import AutoMesh, Candidate, Choice, Pricing, Refused, over_budget, rank
 from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
+from splitjax.compile.time import program_time
 from splitjax.errors import MeshError, PinError, SplitjaxError
 from splitjax.mesh import MeshShape, abstract_mesh
 from splitjax.rules.pins import resolve
@@ -31,6 +35,9 @@ from splitjax.step.traced import Traced, trace_anywhere, trace_step
 T = TypeVar("T")
 # Makes the draft and the entry of a recipe on a mesh from a traced call, with lines for the notes of the plan.
 Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[T, CompiledEntry]]
+# So many candidates are lowered for the time of their programs, the best as a sum first; so many at most, with those
+# that do not fit, the best of every shipped rule set, and what comes after the fastest.
+_FEW, _MOST = 4, 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,31 +83,90 @@ def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: B
     budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
     pricings, refused = places.priced()
     choice = rank(pricings, rules=rules, refused=refused, budget_bytes=budget)
-    if math.isinf(budget):
+    is_timed = recipe.calibration is not None or (recipe.target is not None and bool(recipe.target.kind.peak_flops))
+    if math.isinf(budget) and not is_timed:
         return places.built(choice, build)
     lowered: list[Candidate] = []
-    for candidate in _in_turn(choice, lowered):
+    best: tuple[Candidate, Decided[T]] | None = None
+    for candidate in _in_turn(choice, lowered, is_timed):
         try:
             decided = places.built(choice.taking(candidate, lowered), build)
+            found = _lowered(candidate, decided, budget, is_timed)
         except SplitjaxError:
-            continue  # the options of the step and these rules do not go together
-        needed = dataclasses.replace(candidate, bound_bytes=_most_bytes(decided.entry))
-        lowered.append(needed)
-        if needed.fits(budget):
-            return dataclasses.replace(decided, choice=choice.taking(needed, lowered))
-    smallest = min(lowered, key=lambda each: each.needed_bytes, default=choice.best)
-    raise over_budget(budget, smallest, places.graph.num_examples)
+            continue  # the options of the step and these rules do not go together, or its program cannot be predicted
+        lowered.append(found)
+        if found.fits(budget) and (best is None or _seconds(found) < _seconds(best[0])):
+            best = found, decided
+    if best is None:
+        smallest = min(lowered, key=lambda each: each.needed_bytes, default=choice.best)
+        raise over_budget(budget, smallest, places.graph.num_examples)
+    choice = choice.taking(best[0], lowered)
+    return places.built(choice, build) if is_timed else dataclasses.replace(best[1], choice=choice)
 
 
-def _in_turn(choice: Choice, lowered: list[Candidate]) -> Iterator[Candidate]:
-    """Yields the candidates in the order in which they are lowered: the fastest first. Those whose states alone are
-    over the budget come last, to tell which of all needs least; what cannot be that any more is left out."""
-    hopeless = [each for each in choice.candidates if each.state_bytes > choice.budget_bytes]
-    yield from (each for each in choice.candidates if each.state_bytes <= choice.budget_bytes)
+def _in_turn(choice: Choice, lowered: list[Candidate], is_timed: bool) -> Iterator[Candidate]:
+    """Yields the candidates in the order in which they are lowered, the fastest as a sum first, until enough of those
+    that were `lowered` fit: one, or where they `is_timed` the best few and the best of every rule set. Where none fits,
+    those whose states alone are over the budget come last, to tell which of all needs least; what cannot be that any
+    more is left out."""
+    budget = choice.budget_bytes
+    for candidate in _distinct(choice.candidates) if is_timed else choice.candidates:
+        fitting = [each for each in lowered if each.fits(budget)]
+        if fitting and not is_timed or len(lowered) >= _MOST and fitting:
+            return
+        is_first_of_its_name = candidate.rules.name not in {each.rules.name for each in fitting}
+        if candidate.state_bytes <= budget and (len(fitting) < _FEW or is_first_of_its_name):
+            yield candidate
+    if any(each.fits(budget) for each in lowered):
+        yield from _following(choice, lowered)
+        return
+    hopeless = [each for each in choice.candidates if each.state_bytes > budget]
     for candidate in sorted(hopeless, key=lambda each: each.state_bytes):
         least = min((each.needed_bytes for each in lowered), default=math.inf)
         if candidate.state_bytes < least:
             yield candidate
+
+
+def _following(choice: Choice, lowered: list[Candidate]) -> Iterator[Candidate]:
+    """Yields, on further meshes, what those rules are that the fastest program so far has, until one is not faster."""
+    seconds = lambda: min(_seconds(each) for each in lowered if each.fits(choice.budget_bytes))
+    found, before = True, math.inf
+    while found and seconds() < before and len(lowered) < _MOST:
+        found, before = False, seconds()
+        fastest = next(each for each in lowered if each.fits(choice.budget_bytes) and _seconds(each) == before)
+        for candidate in _distinct(choice.candidates):
+            known = any(candidate.is_as(each) for each in lowered)
+            if not known and candidate.name == fastest.name and candidate.state_bytes <= choice.budget_bytes:
+                found = True
+                yield candidate
+                break
+
+
+def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yields the first of candidates that are one layout under several names: equal in all that is predicted."""
+    seen: set[tuple[float, int, int]] = set()
+    for each in candidates:
+        predicted = each.seconds, each.state_bytes, each.peak_bytes
+        if predicted not in seen:
+            seen.add(predicted)
+            yield each
+
+
+def _lowered(candidate: Candidate, decided: Decided[T], budget: float, is_timed: bool) -> Candidate:
+    """Returns a candidate with what its lowered step needs at most, where there is a budget, and what it takes where it
+    `is_timed` and fits."""
+    recipe = decided.recipe
+    if not math.isinf(budget):
+        candidate = dataclasses.replace(candidate, bound_bytes=_most_bytes(decided.entry))
+    machine = recipe.calibration or recipe.target
+    if not is_timed or machine is None or not candidate.fits(budget):
+        return candidate
+    return dataclasses.replace(candidate, program_seconds=program_time(recipe, decided.entry, machine).seconds)
+
+
+def _seconds(candidate: Candidate) -> float:
+    """Returns what a candidate takes: by its program, where that is known."""
+    return candidate.seconds if candidate.program_seconds is None else candidate.program_seconds
 
 
 def _most_bytes(entry: CompiledEntry) -> int:
@@ -139,7 +205,7 @@ class _Places:
             except PinError as error:
                 errors.append((shape, error))
             else:
-                prices = prices_for(self._fixed, shape, self._recipe.target)
+                prices = prices_for(self._fixed, shape, self._recipe.target, self._recipe.calibration)
                 pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state))
         if not pricings:
             raise errors[0][1]

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from splitjax.choosing import AutoMesh, Prices
 from splitjax.errors import TargetError
+from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape, MeshSizes, abstract_mesh, make_mesh, platform_of, shape_over
 
@@ -55,11 +56,16 @@ def num_devices_for(asked: AutoMesh, target: Target | None) -> int:
     return target.num_devices
 
 
-def prices_for(mesh: Mesh | AbstractMesh | None, shape: MeshShape, target: Target | None) -> Prices:
+def prices_for(
+    mesh: Mesh | AbstractMesh | None, shape: MeshShape, target: Target | None, calibration: Calibration | None
+) -> Prices:
     """Returns what a machine takes. `mesh`: that of the step; None while it is to be chosen. `shape`: that of the mesh
-    that is priced. `target`: the machine; None for what stands for the platform of the mesh."""
+    that is priced. `target`, `calibration`: the machine, or what was measured of it; None, both, for what stands for
+    the platform of the mesh."""
     if target is not None:
         return Prices.of_target(target, shape)
+    if calibration is not None:
+        return Prices.of_calibration(calibration, shape)
     return Prices.of_platform(jax.default_backend() if mesh is None else platform_of(mesh))
 
 

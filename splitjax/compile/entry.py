@@ -20,6 +20,7 @@ from splitjax import _compat
 from splitjax.compile.programs import StepProgram
 from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
+from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
@@ -59,6 +60,7 @@ class Recipe:
     - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
     - `target`: the machine that it is for; None for the one that JAX sees.
+    - `calibration`: what was measured of the machine that it is for; None where nothing was, or is not told.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -78,6 +80,7 @@ class Recipe:
     uneven: str = "error"
     memory_budget_bytes: float = math.inf
     target: Target | None = None
+    calibration: Calibration | None = None
 
     @functools.cached_property
     def request(self) -> SyncRequest:

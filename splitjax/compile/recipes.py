@@ -8,6 +8,7 @@ has to be told before anything is traced.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from splitjax.choosing import AutoMesh, mesh_asked_for
 from splitjax.compile.entry import Recipe
 from splitjax.display.figures import bytes_of
 from splitjax.errors import BudgetError
+from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target, parse_target
 from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
@@ -32,8 +34,8 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
     - `fn`: the step.
     - `given`: every option with its value (`splitjax.step.keywords.complete`).
 
-    Raises `OptionError`, `MeshError`, `RuleError`, `SyncError`, `StateError` or `PlanError` for a value that an option
-    cannot have."""
+    Raises `OptionError`, `MeshError`, `RuleError`, `SyncError`, `StateError`, `TargetError`, `CalibrationError` or
+    `PlanError` for a value that an option cannot have."""
     check_options(fn, given)
     options = make_options(
         fn,
@@ -44,6 +46,7 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         given["state_outnums"],
     )
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
+    target = given["target"]
     return Recipe(
         fn,
         options,
@@ -59,7 +62,8 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         backprop=given["backprop"],
         verify=given["verify"],
         memory_budget_bytes=_budget_bytes(given, place),
-        target=read_target(given["target"], f"{place}, target"),
+        target=read_target(target, f"{place}, target"),
+        calibration=_read_calibration(target),
         roles=read_roles(given["roles"], f"{place}, roles"),
     )
 
@@ -69,8 +73,24 @@ def _is_auto(rules: object) -> bool:
 
 
 def read_target(target: object, place: str) -> Target | None:
-    """Returns the option `target` as a value. Raises `TargetError` for what is none."""
-    return target if target is None or isinstance(target, Target) else parse_target(cast("str", target), place)
+    """Returns the machine that the option `target` names; None where it names none, or is what was measured of this
+    one. Raises `TargetError` for what is none of these."""
+    if target is None or isinstance(target, Target):
+        return target
+    return None if _is_calibration(target) else parse_target(cast("str", target), place)
+
+
+def _is_calibration(target: object) -> bool:
+    """Whether the option `target` is a calibration, or the path of its file."""
+    return isinstance(target, (Calibration, os.PathLike)) or (isinstance(target, str) and target.endswith(".json"))
+
+
+def _read_calibration(target: Any) -> Calibration | None:
+    """Returns the calibration that the option `target` is, or names the file of; None for anything else. Raises
+    `CalibrationError` for a file that cannot be read."""
+    if not _is_calibration(target):
+        return None
+    return target if isinstance(target, Calibration) else Calibration.load(target)
 
 
 def _budget_bytes(given: Mapping[str, Any], place: str) -> float:

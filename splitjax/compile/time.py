@@ -31,8 +31,7 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
     that does not fit the mesh, `UnavailableError` for a step that runs as several programs, one a worker. A calibration
     of another number of devices is taken as it is: the mesh may be larger than what could be measured."""
     mesh = entry.plan.mesh
-    sizes = {axis: mesh.size((axis,)) for axis in mesh.names}
-    machine = _machine(on, sizes, f"{recipe.name}.time(on=)")
+    machine = _machine(on, dict(mesh.axes), f"{recipe.name}.time(on=)")
     # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices.
     placed = dataclasses.replace(placed_program(recipe, entry, "time"), platform=machine.platform)
     return predict_time(placed, machine)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import jax
 
     from splitjax.auto_mesh import AutoMesh
+    from splitjax.machines.calibration import Calibration
     from splitjax.machines.targets import Target
     from splitjax.mesh import MeshSizes
     from splitjax.partial.request import PartialBackprop
@@ -74,7 +75,7 @@ class ParallelizeOptions(TypedDict, total=False):
     uneven: Uneven
     verify: VerifyWhen | None
     memory_budget: str | int | None
-    target: str | Target | None
+    target: str | os.PathLike[str] | Target | Calibration | None
 
 
 # Of `splitjax.parallelize`; the others say in which they differ.

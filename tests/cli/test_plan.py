@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 
 from splitjax.display.figures import bytes_of
@@ -58,6 +60,9 @@ def test_rules_and_meshes_that_are_chosen(run):
     assert status == 0 and 'mesh="auto" chose data=' in out.replace("\n", " ")
     status, out, _ = run(f"{PLAN} --mesh auto --rules auto --target tpu:v5e:2x4")
     assert status == 0 and "certified gap" in out and "time on tpu:v5e:2x4" in out
+    measured = pathlib.Path(__file__).parents[1] / "codec" / "data" / "calibration.json"
+    status, out, _ = run(f"{PLAN} --mesh auto --devices 8 --rules auto --target {measured}")
+    assert status == 0 and "ms as a program" in out.replace("\n", " ") and "time on " in out
     status, _, err = run(f"{PLAN} --rules auto --memory-budget 100B")
     assert status == 2 and "no layout that was found fits" in err
 

@@ -14,8 +14,7 @@ class Compiler:
     - `combines_bytes`: all-reduces over the same axes that do not wait for each other become one, up to so many bytes.
     - `reduces_apart`: an all-reduce writes another array than it reads.
     - `weighs_bytes`: a loop is fused into all that read it where fewer bytes are moved so (XLA's `PriorityFusion`),
-      costly operations too, which run beside the memory; steps become one kernel as `cost.memory.joining` says; and a
-      kernel that reads a part of an array through a slice reads that part alone.
+      costly operations too, which run beside the memory; and steps become one kernel as `cost.memory.joining` says.
     """
 
     transposes_operands: bool

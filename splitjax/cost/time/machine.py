@@ -91,7 +91,7 @@ class Machine:
         if not axes:
             return 0.0
         if self.calibration is not None:
-            between = any(self._crosses(axis, self.calibration) for axis in axes)
+            between = any(self.crosses_processes(axis) for axis in axes)
             return self.calibration.collective_seconds(task.op, count, between, task.sent_bytes)
         found, left = 0.0, task.sent_bytes
         for number, axis in enumerate(axes):
@@ -103,12 +103,13 @@ class Machine:
             found += _along(route, task.op, share)
         return found
 
-    def _crosses(self, axis: str, calibration: Calibration) -> bool:
-        """Returns whether neighbours along a mesh axis are in different processes: devices of one are numbered one
-        after the other, and the last mesh axis runs fastest."""
+    def crosses_processes(self, axis: str) -> bool:
+        """Returns whether neighbours along a mesh axis of a measured machine are in different processes: devices of one
+        are numbered one after the other, and the last mesh axis runs fastest."""
+        assert self.calibration is not None, "processes are those of a calibration"
         names = list(self.sizes)
         stride = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
-        return stride * self.sizes[axis] > calibration.devices_per_process
+        return stride * self.sizes[axis] > self.calibration.devices_per_process
 
     def places(self, task: Task) -> frozenset[str]:
         """Returns the links that a collective takes: two with one in common go one after the other."""

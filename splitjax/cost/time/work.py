@@ -133,10 +133,9 @@ class _Reader:
             yield self.computed(node, step)
 
     def read_bytes(self, step: Step) -> int:
-        """Returns the bytes that a step reads."""
-        if self.compiler.weighs_bytes:
-            return sum(step.read_bytes.get(value, self.sizes.get(value, 0)) for value in step.reads)
-        return sum(self.sizes.get(value, 0) for value in step.reads)
+        """Returns the bytes that a step reads: of what it reads through a slice, such as a turn's part of what a scan
+        goes through, that part alone."""
+        return sum(step.read_bytes.get(value, self.sizes.get(value, 0)) for value in step.reads)
 
     def computed(self, node: Node, step: Step) -> Task:
         """Returns the task of a kernel that is no collective."""

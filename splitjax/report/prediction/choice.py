@@ -17,7 +17,7 @@ def choice_document(choice: Choice) -> Document:
     """Makes the document of `choice`."""
     best = choice.best
     facts: list[tuple[str, tuple[str, ...]]] = [("mesh", (str(choice.mesh),)), ("rules", (best.name,))]
-    facts.append(("predicted", (f"{seconds_text(best.seconds)} a step",)))
+    facts.append(("predicted", (f"{seconds_text(best.program_seconds or best.seconds)} a step",)))
     if not math.isinf(choice.budget_bytes):
         facts.append(("budget of a device", (bytes_text(int(choice.budget_bytes)),)))
     if choice.proof is not None:
@@ -26,7 +26,8 @@ def choice_document(choice: Choice) -> Document:
     columns = (
         Column("mesh", "code"),
         Column("rules"),
-        Column("predicted", "number"),
+        Column("program", "number"),
+        Column("parts", "number"),
         Column("states", "number"),
         Column("sum", "number"),
         Column("at most", "number"),
@@ -61,6 +62,7 @@ def _row(choice: Choice, each: Candidate) -> tuple[str, ...]:
     return (
         str(each.mesh),
         each.name,
+        "" if each.program_seconds is None else seconds_text(each.program_seconds),
         seconds_text(each.seconds),
         bytes_text(each.state_bytes),
         bytes_text(each.peak_bytes),

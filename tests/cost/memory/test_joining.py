@@ -84,8 +84,8 @@ def test_kernels_of_a_gpu():
     found, names = moved(lambda x: jax.nn.softmax(x), x, platform="gpu")
     assert found == 2 * size and len(names) == 1
     scanned = lambda x: jax.lax.scan(lambda carry, row: (carry + jnp.sin(row), None), jnp.zeros(1024), x)[0]
-    assert moved(scanned, x, platform="gpu")[0] < 4 * size
-    assert moved(scanned, x, platform="cpu")[0] > 1000 * size
+    # Of a slice every compiler's kernels read the part alone.
+    assert all(moved(scanned, x, platform=platform)[0] < 4 * size for platform in ("gpu", "tpu", "cpu"))
 
 
 @pytest.mark.gpu_aot

@@ -60,7 +60,7 @@ def test_which_axes_leave_a_process():
     calibration = Calibration.load(DATA / "calibration.json")
     assert calibration.devices_per_process == 2
     machine = Machine.measured(calibration, {"data": 2, "model": 2})
-    assert machine._crosses("data", calibration) and not machine._crosses("model", calibration)
+    assert machine.crosses_processes("data") and not machine.crosses_processes("model")
 
 
 def test_the_oracle_by_hand():

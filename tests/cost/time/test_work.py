@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import jax
@@ -74,6 +75,20 @@ def test_a_scan_runs_as_often_as_it_has_blocks():
     costly = [(task, turns) for task, turns in walk(found) if any(x.kind is OperationKind.COSTLY for x in task.loads)]
     assert [turns for task, turns in costly if task.name == "tanh"] == [6]
     assert costly[0][0].loads[0].size == BATCH // 8 * WIDTH
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+def test_a_turn_of_a_scan_reads_its_own_part_of_the_weights(platform):
+    def narrow(params, batch):
+        block = lambda x, w: (jnp.tanh(x @ w.astype(jnp.bfloat16)), None)
+        return jnp.mean(jax.lax.scan(block, batch["x"].astype(jnp.bfloat16), params["blocks"])[0] ** 2)
+
+    step = step_of(narrow, "data_parallel", {"data": 8})
+    args = {"blocks": f32(6, WIDTH, WIDTH)}, EXAMPLES
+    placed = placed_program(step._recipe, step._programs.entry(args), "time")
+    found = walk(tasks_of(dataclasses.replace(placed, platform=platform)))
+    read = [task for task, _ in found if task.name == "convert_element_type" and task.shape == (WIDTH, WIDTH)]
+    assert read and all(task.num_bytes <= WIDTH * WIDTH * (4 + 2 + 2) for task in read)
 
 
 def test_the_time_of_a_step():
