@@ -41,12 +41,14 @@ class Variant:
     - `choice`: its sizes; None for those given.
     - `float64`: compute in float64 throughout.
     - `microbatches`: keep the microbatches of its boundaries.
+    - `traced_wide`: JAX's 64-bit numbers were on when the step was traced.
     """
 
     entry: CompiledEntry
     choice: SizeChoice | None
     float64: bool
     microbatches: bool = True
+    traced_wide: bool = False
 
     @functools.cached_property
     def sized(self) -> Sized | None:
@@ -82,7 +84,8 @@ class Variant:
         given = tuple(tuple(np.shape(leaf)) for leaf in leaves)
         if given != self.shapes:
             jaxpr, sized = self._resized(given)
-        return Rewriter(sized, self.float64, constrained, self.microbatches).run(jaxpr, leaves, (), taps)
+        rewriter = Rewriter(sized, self.float64, constrained, self.microbatches, self.traced_wide)
+        return rewriter.run(jaxpr, leaves, (), taps)
 
     def _resized(self, shapes: tuple[Shape, ...]) -> tuple[Any, Sized | None]:
         """Traces the step for another number of examples, and returns its jaxpr and its new shapes."""
@@ -99,7 +102,7 @@ class Variant:
                     weak_type=bool(getattr(aval, "weak_type", False)),
                 )
             )
-        with jax.enable_x64(False):
+        with jax.enable_x64(self.traced_wide):
             jaxpr = self.entry.traced.retrace(types)
         if self.sized is None or self.choice is None:
             return jaxpr, None

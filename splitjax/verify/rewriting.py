@@ -37,12 +37,14 @@ class Rewriter:
     - `float64`: compute in 64-bit numbers throughout.
     - `constrained`: keep the step's own sharding constraints; without them it runs on a single device.
     - `microbatches`: keep the numbers of microbatches of gradient boundaries.
+    - `traced_wide`: the step was traced with JAX's 64-bit numbers on, which its derivative rules may need.
     """
 
     sized: Sized | None
     float64: bool
     constrained: bool = True
     microbatches: bool = True
+    traced_wide: bool = False
 
     def dtype(self, dtype: Any) -> Any:
         """Returns what a `dtype` of the traced step becomes."""
@@ -211,7 +213,7 @@ def _remat(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) 
 def _custom_rule(self: Rewriter, eqn: Any, values: list[Any], site: Site, taps: Taps) -> list[Any]:
     if eqn.params.get("symbolic_zeros") and eqn.primitive.name == "custom_jvp_call":
         raise Misfit(site, "a derivative rule with symbolic zeros keeps its sizes")
-    with jax.enable_x64(False):  # the rule as it was traced; `inside` widens it
+    with jax.enable_x64(self.traced_wide):  # the rule as it was traced; `inside` widens it
         rule = jvp_of(eqn) if eqn.primitive.name == "custom_jvp_call" else vjp_of(eqn)
     body = lambda *operands: self.run(call_body(eqn), operands, (*site, 0))
     run = lambda jaxpr, operands: self.inside(jaxpr, operands, site)

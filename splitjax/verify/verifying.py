@@ -109,6 +109,7 @@ class _Run:
     def verified(self) -> VerifiedRun:
         """Runs both programs and compares them. Raises `VerificationError` for a step that one device cannot run."""
         started = time.perf_counter()
+        self.is_wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # added late
         self.analysis = analyse(self.entry.jaxpr, self.entry.matched)
         placed = next((op for op in self.analysis.flat.ops if op.primitive == "shard_map"), None)
         if placed is not None:
@@ -212,7 +213,7 @@ class _Run:
         is_taken_apart = any(is_per_microbatch(visit.eqn) for visit in walk(self.entry.jaxpr))
         if is_taken_apart and max(_microbatches(self.entry.jaxpr), default=1) > 1 and _TAKEN_APART not in self.notes:
             self.notes.append(_TAKEN_APART)
-        return Variant(self.entry, choice, float64, microbatches=not is_taken_apart)
+        return Variant(self.entry, choice, float64, not is_taken_apart, self.is_wide)
 
     def _jumps(self, variant: Variant, pair: Pair, references: list[Any]) -> list[float]:
         """Measures by how much every value changes on one device, relative to its largest entry, when the inputs do in
@@ -224,8 +225,7 @@ class _Run:
     def _run(
         self, variant: Variant, make_taps: Callable[[], Taps], pair: Pair | None = None
     ) -> tuple[Pair, list[Any], list[Any]]:
-        is_wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds its options late
-        with jax.enable_x64(variant.float64 or bool(is_wide)):
+        with jax.enable_x64(variant.float64 or self.is_wide):
             pair = pair or make_pair(variant, self.recipe, self.mesh, make_taps)
             leaves = self._leaves(variant)
             return pair, pair.subject(leaves), pair.reference(leaves)

@@ -159,3 +159,20 @@ def test_it_takes_less_than_a_minute(model, options, rules):
     assert step.plan(*arguments).mesh == MeshShape(tuple(MESH.items()))
     verification = step.verify(*arguments)
     assert verification.ok and verification.seconds < 60
+
+
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_step_in_float64_with_derivative_rules(microbatches):
+    def step(params, batch):
+        def loss_fn(params):
+            hidden = jax.nn.relu(batch["x"] @ params["up"])
+            return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
+
+        loss, grads = splitjax.value_and_grad(loss_fn, microbatches=microbatches)(params)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), {"loss": loss}
+
+    with jax.enable_x64(True):
+        parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron")
+        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float64)
+        params = {"up": shape(16, 32), "down": shape(32, 8)}
+        assert parallel.verify(params, {"x": shape(16, 16), "y": shape(16, 8)}).ok
