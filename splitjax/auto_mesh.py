@@ -16,6 +16,10 @@ T = TypeVar("T")
 # As users write it: short for `AutoMesh()`.
 AutoWord = Literal["auto"]
 AUTO: AutoWord = "auto"
+_AXES = ("data", "model")
+# Axes that a mesh may have besides, with how many of all devices at least: data parallelism whose weights are stored in
+# parts within groups alone, and experts with examples of their own.
+_STORAGE, _EXPERT = "fsdp", "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +31,13 @@ class AutoMesh:
     - `num_devices`: how many devices it has; None for all that JAX sees. With more than these the step can be planned
       and lowered, and does not run.
     - `axes`: their names, the major one first. What is searched are all sizes whose product is the number of devices,
-      1 included, so that a step may name each of these axes on whatever mesh is chosen.
+      1 included, so that a step may name each of these axes on whatever mesh is chosen. Meshes of `data` and `model`
+      may have a third axis between these, `fsdp` or `expert`; those of axes that you name have these alone.
 
     Raises `MeshError` for other numbers and names."""
 
     num_devices: int | None = None
-    axes: tuple[str, ...] = ("data", "model")
+    axes: tuple[str, ...] = _AXES
 
     def __post_init__(self) -> None:
         count = self.num_devices
@@ -66,9 +71,20 @@ class AutoMesh:
     def shapes(self, num_devices: int) -> tuple[MeshShape, ...]:
         """Returns the meshes that are searched, those with the most devices on the first axis first. `num_devices`: of
         each."""
-        return tuple(
-            MeshShape(tuple(zip(self.axes, sizes, strict=True))) for sizes in _sizes(num_devices, len(self.axes))
-        )
+        return tuple(_shapes(self.axes, num_devices))
+
+    def further(self, num_devices: int, num_experts: Sequence[int] = ()) -> tuple[MeshShape, ...]:
+        """Returns the meshes with a third axis that are searched besides: none where axes were named.
+
+        **Arguments:** `num_devices`: of each. `num_experts`: of every layer that has some; an axis of experts divides
+        them all."""
+        if self.axes != _AXES:
+            return ()
+        data, model = _AXES
+        stored = [shape for shape in _shapes((data, _STORAGE, model), num_devices) if shape.size((_STORAGE,)) > 1]
+        experts = [shape for shape in _shapes((data, _EXPERT, model), num_devices) if shape.size((_EXPERT,)) > 1]
+        divides = lambda shape: all(count % shape.size((_EXPERT,)) == 0 for count in num_experts)
+        return (*stored, *(shape for shape in experts if num_experts and divides(shape)))
 
 
 def mesh_asked_for(mesh: T | AutoWord) -> T | AutoMesh:
@@ -79,6 +95,11 @@ def mesh_asked_for(mesh: T | AutoWord) -> T | AutoMesh:
 def mesh_shapes(num_devices: int) -> tuple[MeshShape, ...]:
     """Returns the meshes of `num_devices` devices that are searched where nothing is said of their axes."""
     return AutoMesh().shapes(num_devices)
+
+
+def _shapes(axes: Sequence[str], num_devices: int) -> Iterator[MeshShape]:
+    for sizes in _sizes(num_devices, len(axes)):
+        yield MeshShape(tuple(zip(axes, sizes, strict=True)))
 
 
 def _sizes(product: int, count: int) -> Iterator[tuple[int, ...]]:

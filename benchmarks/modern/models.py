@@ -133,7 +133,7 @@ class Decoder:
         capacity = 2 * self.seq * self.top // self.experts
         routed = jax.nn.one_hot(chosen, self.experts)
         place = (jnp.cumsum(routed.reshape(x.shape[0], -1, self.experts), 1) - 1).reshape(routed.shape)
-        seats = jax.nn.one_hot(jnp.where(routed > 0, place, -1), capacity)  # b s k e c
+        seats = jax.nn.one_hot(jnp.where(routed > 0, place, -1).astype(jnp.int32), capacity)  # b s k e c
         combine = jnp.einsum("bsk,bskec->bsec", best, seats).astype(self.dtype)
         dispatch = (combine > 0).astype(self.dtype)
         tokens = pin("experts", jnp.einsum("bsec,bsd->becd", dispatch, x))

@@ -3,6 +3,7 @@
 from splitjax.auto_mesh import AutoMesh, mesh_asked_for, mesh_shapes
 from splitjax.choosing.choice import Answer, Candidate, Choice, Refused, Variable
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
+from splitjax.choosing.domain import num_experts
 from splitjax.choosing.layering import Pricing
 from splitjax.choosing.prices import Prices
 
@@ -19,6 +20,7 @@ __all__ = [
     "choose_rules",
     "mesh_asked_for",
     "mesh_shapes",
+    "num_experts",
     "over_budget",
     "rank",
 ]

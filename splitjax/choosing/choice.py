@@ -57,7 +57,8 @@ class Candidate:
         """The name of the rule set, and what tells answers of the search from each other."""
         if self.rules.name != AUTO:
             return self.rules.name
-        over = "all devices" if self.rules.replicated_batch == "all" else "data"
+        batch = self.rules.replicated_batch
+        over = "all devices" if batch == "all" else batch if isinstance(batch, str) else "+".join(batch)
         return f"{AUTO} (examples of whole layers over {over})"
 
     @property
@@ -120,7 +121,8 @@ class Choice:
     - `answers`: those of the search, one a mesh and a way to lay the batch. None where the rules were given.
     - `refused`: the rule sets that this step or a mesh does not take.
     - `meshes`: those among which it was chosen. `dropped`: those of them that were not searched, as their lower bound
-      is above `best`.
+      is above `best`. `passed_over`: those with a third axis that were not searched, as others promised more: the
+      number of these is limited.
     - `budget_bytes`: of a device; infinity without one.
     - `given`: the name of the rules where they were given; empty where they were chosen.
     """
@@ -131,6 +133,7 @@ class Choice:
     refused: tuple[Refused, ...]
     meshes: tuple[MeshShape, ...]
     dropped: tuple[MeshShape, ...] = ()
+    passed_over: tuple[MeshShape, ...] = ()
     budget_bytes: float = math.inf
     given: str = ""
 
@@ -233,8 +236,10 @@ class Choice:
         ]
         if named:
             yield f"other meshes: {'; '.join(named)}"
+        if self.passed_over:
+            yield f"{len(self.passed_over)} meshes with a third axis were not searched: others promised more"
         for mesh, best in found.items():
-            if best is None:
+            if best is None and mesh not in self.passed_over:
                 why = next((each.why for each in self.refused if each.mesh == mesh), "it takes no rules")
                 yield f"no layout on {mesh}: {why}"
 

@@ -2,7 +2,9 @@
 
 A traced graph, meshes and the prices of a machine come in as a `Pricing` each, a `Choice` comes out. Every answer of a
 search and every shipped rule set is predicted as a whole, and the best of them is taken: a choice is never worse than a
-shipped rule set, by the prediction. Meshes whose lower bound is above the best so far are dropped.
+shipped rule set, by the prediction. Meshes whose lower bound is above the best so far are dropped. Meshes with a third
+axis, for storage or for experts, come behind those of which they divide an axis, the most promising first, and so many
+at most.
 """
 
 from __future__ import annotations
@@ -10,18 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from splitjax.auto_mesh import mesh_shapes
+from splitjax.auto_mesh import AutoMesh
 from splitjax.choosing.choice import Answer, Candidate, Choice, Refused
-from splitjax.choosing.domain import batch_modes, groups_of
+from splitjax.choosing.domain import batch_modes, groups_of, num_experts, speaks_of
 from splitjax.choosing.layering import Pricing, answers, laid_out
 from splitjax.choosing.prices import Prices
 from splitjax.display.figures import bytes_text
 from splitjax.errors import BudgetError, SplitjaxError
 from splitjax.mesh import MeshShape
+from splitjax.roles import Role
 from splitjax.rules.pins import Pin
 from splitjax.rules.ruleset import RuleSet, available, load_rules
 from splitjax.search.effort import Effort
 from splitjax.trace.graph import Graph
+
+# So many meshes with a third axis are searched, of each kind of axis.
+_FURTHER = 4
+# What is known of a mesh on which there is no candidate: that nothing fits, and how long it takes.
+_NONE = (True, math.inf)
 
 
 def choose_rules(
@@ -56,13 +64,17 @@ def choose_mesh(
 ) -> Choice:
     """Chooses the mesh of `num_devices` devices and the rules of a step. `prices`: of the machine under a mesh. The
     others are those of `choose_rules`, as is what it raises."""
-    pricings = [Pricing(graph, mesh, prices(mesh), {}, backward) for mesh in mesh_shapes(num_devices)]
-    return _fitting(rank(pricings, budget_bytes=budget_bytes, effort=effort), graph.num_examples)
+    asked, priced = AutoMesh(), lambda mesh: Pricing(graph, mesh, prices(mesh), {}, backward)
+    pricings = list(map(priced, asked.shapes(num_devices)))
+    further = list(map(priced, asked.further(num_devices, num_experts(graph))))
+    choice = rank(pricings, further=further, budget_bytes=budget_bytes, effort=effort)
+    return _fitting(choice, graph.num_examples)
 
 
 def rank(
     pricings: Sequence[Pricing],
     *,
+    further: Sequence[Pricing] = (),
     rules: RuleSet | None = None,
     refused: Sequence[Refused] = (),
     budget_bytes: float = math.inf,
@@ -71,24 +83,32 @@ def rank(
     """Compares layouts of a step on meshes, and raises nothing where nothing fits the budget: for who has better
     figures of what each candidate needs.
 
-    **Arguments:** `pricings`: of the step on each mesh. `rules`: those that were given, which are compared on every
-    mesh; None to choose them too. `refused`: what was no candidate before anything was priced. `budget_bytes`: of a
-    device, which the search holds by a sum; infinity without one. `effort`: as for `choose_rules`.
+    **Arguments:** `pricings`: of the step on each mesh. `further`: of those with a third axis. `rules`: those that were
+    given, which are compared on every mesh; None to choose them too. `refused`: what was no candidate before anything
+    was priced. `budget_bytes`: of a device, which the search holds by a sum; infinity without one. `effort`: as for
+    `choose_rules`.
 
     Raises what `rules.assign` raises where there is no candidate at all."""
     candidates: list[Candidate] = []
     not_taken: list[tuple[Refused, SplitjaxError]] = []
-    for pricing in pricings:
-        for found in _given(pricing, _shipped() if rules is None else (rules,)):
+    sets = tuple(map(load_rules, available())) if rules is None else (rules,)
+    for pricing in (*pricings, *further):
+        for found in _given(pricing, sets if pricing in pricings else _apart(pricing, sets)):
             if isinstance(found, Candidate):
                 candidates.append(found)
             else:
                 not_taken.append((Refused(found[0], pricing.mesh, str(found[1]).splitlines()[0]), found[1]))
     searched: list[Answer] = []
     dropped: tuple[MeshShape, ...] = ()
+    promising: list[Pricing] = []
     if rules is None:
-        searched, dropped = _searched(pricings, candidates, budget_bytes, effort or Effort())
+        effort = effort or Effort()
+        searched, dropped = _searched(pricings, candidates, budget_bytes, effort)
         candidates += [each.candidate for each in searched]
+        promising = _promising(pricings, further, candidates, budget_bytes)
+        more, also_dropped = _searched(promising, candidates, budget_bytes, effort)
+        candidates += [each.candidate for each in more]
+        searched, dropped = [*searched, *more], (*dropped, *also_dropped)
     if not candidates:
         raise not_taken[0][1]
     fitting = [each for each in candidates if each.fits(budget_bytes)]
@@ -99,8 +119,9 @@ def rank(
         tuple(sorted(candidates, key=lambda each: each.seconds)),
         tuple(searched),
         (*refused, *(each for each, _ in not_taken)),
-        tuple(dict.fromkeys((*(pricing.mesh for pricing in pricings), *(each.mesh for each in refused)))),
+        tuple(dict.fromkeys((*(each.mesh for each in (*pricings, *further)), *(each.mesh for each in refused)))),
         dropped,
+        tuple(each.mesh for each in further if each not in promising) if rules is None else (),
         budget_bytes,
         given="" if rules is None else rules.name,
     )
@@ -131,8 +152,59 @@ def _searched(
     return found, tuple(dropped)
 
 
-def _shipped() -> Iterator[RuleSet]:
-    yield from map(load_rules, available())
+def _apart(pricing: Pricing, sets: Iterable[RuleSet]) -> Iterator[RuleSet]:
+    """Yields those of the rule `sets` that lay out a mesh with a third axis otherwise than one without: the others are
+    compared on that one. Annotations may name the axis whatever the rules say."""
+    third = [role for role in (Role.STORAGE, Role.EXPERT) if pricing.mesh.meant((role,))]
+    yield from (rules for rules in sets if pricing.pins or speaks_of(rules, third))
+
+
+def _promising(
+    pricings: Sequence[Pricing], further: Sequence[Pricing], known: Sequence[Candidate], budget_bytes: float
+) -> list[Pricing]:
+    """Returns which of the `further` meshes, with a third axis, are searched: for each kind of axis a few, by the
+    fastest of the `known` candidates on the mesh itself and on the one of `pricings` that has the axis for data, those
+    that fit before others."""
+    best: dict[frozenset[tuple[str, int]], tuple[bool, float]] = {}
+    for each in known:
+        sizes = _wide(each.mesh)
+        best[sizes] = min(best.get(sizes, _NONE), (not each.fits(budget_bytes), each.seconds))
+    undivided = {_wide(each.mesh): each for each in pricings}
+    found: list[Pricing] = []
+    for role in (Role.STORAGE, Role.EXPERT):
+        ranked = []
+        for number, pricing in enumerate(further):
+            mesh, data = pricing.mesh, pricing.mesh.names[0]
+            third = mesh.meant((role,))
+            own = dict(_wide(mesh))
+            sizes = {axis: size for axis, size in own.items() if axis not in third}
+            whole = frozenset((sizes | {data: mesh.size((data, *third))}).items())
+            if third and (role is Role.EXPERT or _may_store_apart(pricing, undivided.get(whole), budget_bytes)):
+                ranked.append((min(best.get(_wide(mesh), _NONE), best.get(whole, _NONE)), number))
+        found += [further[number] for _, number in sorted(ranked)[:_FURTHER]]
+    return found
+
+
+def _may_store_apart(pricing: Pricing, undivided: Pricing | None, budget_bytes: float) -> bool:
+    """Whether it can pay to store weights over an axis of their own, on a mesh that divides the axis for data of
+    another, `undivided`.
+
+    A weight that D devices store in groups of b sends 3 - 1/b - 2/D times its bytes, and takes memory by 1/b: both
+    are linear in 1/b, so that b = 1 or b = D is best, which the undivided mesh has, unless a budget or a faster link
+    says otherwise."""
+    mesh = pricing.mesh
+    data, (third,) = mesh.names[0], mesh.meant((Role.STORAGE,))
+    if mesh.size((data,)) == 1:
+        return False  # what is stored over the third axis is stored over all that split examples
+    if undivided is None or not math.isinf(budget_bytes):
+        return True
+    rate = lambda each, axis: each.prices.links.get(axis, each.prices.link).bytes_per_second
+    return rate(pricing, third) > rate(undivided, data)
+
+
+def _wide(mesh: MeshShape) -> frozenset[tuple[str, int]]:
+    """Returns the axes of a mesh that have several devices, with their sizes."""
+    return frozenset((axis, size) for axis, size in mesh.axes if size > 1)
 
 
 def _given(pricing: Pricing, sets: Iterable[RuleSet]) -> Iterator[Candidate | tuple[str, SplitjaxError]]:

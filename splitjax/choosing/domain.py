@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
-from splitjax.roles import Role
+from splitjax.roles import ROLE_BY_NAME, Role
 from splitjax.rules.rule import Rule
 from splitjax.rules.ruleset import AUTO, RuleSet
-from splitjax.trace.graph import Graph, Layer
+from splitjax.trace.graph import Graph, Layer, Leaf
 
 # Dims of weights that a rule can split over the devices of a group, by the names that tracing gives them.
-_SPLIT = ("out", "in", "expert", "vocab", "features")
+_EXPERT = "expert"
+_SPLIT = ("out", "in", _EXPERT, "vocab", "features")
+# The batch of whole layers over all axes but those over which layers are computed in parts, as the shipped set
+# `transformer` has it.
+_WITH_EXPERTS = ("data", "storage", "expert")
+Mode = str | tuple[str, ...]
 # What is stored in parts has at least this many elements, as in the shipped set `fsdp`.
 _LEAST_ELEMENTS = 1024
 
@@ -45,13 +50,37 @@ class Group:
         return self.layers[0].name
 
 
-def batch_modes(mesh: MeshShape) -> tuple[str, ...]:
+def batch_modes(mesh: MeshShape) -> tuple[Mode, ...]:
     """Returns how the batch of whole layers can lie on `mesh`, as `RuleSet.replicated_batch` says it."""
-    tensor = mesh.meant((Role.TENSOR,))
-    return ("all", "data") if tensor else ("all",)
+    experts = (_WITH_EXPERTS,) if mesh.meant((Role.EXPERT,)) else ()
+    return ("all", "data", *experts) if mesh.meant((Role.TENSOR,)) else ("all", *experts)
 
 
-def groups_of(graph: Graph, mesh: MeshShape, mode: str) -> tuple[Group, ...]:
+def num_experts(graph: Graph) -> tuple[int, ...]:
+    """Returns the number of experts of every layer that has some."""
+    found = {}
+    for layer in graph.layers:
+        for path in layer.params:
+            leaf = graph.leaf(path)
+            for name, size in zip(leaf.dim_names, leaf.shape, strict=False):
+                if name == _EXPERT:
+                    found[size] = None
+    return tuple(found)
+
+
+def speaks_of(rules: RuleSet, roles: Iterable[Role]) -> bool:
+    """Whether a rule set says something of axes of some of these `roles` that it does not say of axes for data, too.
+    One that does not lays out a mesh with such an axis as it does one with that axis for data."""
+    groups = [axes for rule in rules.rules for alternative in rule.shard for _, axes in alternative]
+    groups += [rule.store for rule in rules.rules]
+    for names in groups:
+        meant = {ROLE_BY_NAME.get(name, name) for name in names}
+        if Role.DATA not in meant and meant & set(roles):
+            return True
+    return False
+
+
+def groups_of(graph: Graph, mesh: MeshShape, mode: Mode) -> tuple[Group, ...]:
     """Returns the variables of a step.
 
     **Arguments:** `graph`: the step. `mesh`: the mesh. `mode`: how the batch of whole layers lies, as
@@ -63,7 +92,7 @@ def groups_of(graph: Graph, mesh: MeshShape, mode: str) -> tuple[Group, ...]:
     return tuple(Group(tuple(layers), tuple(_ways(graph, layers[0], mesh, mode))) for layers in alike.values())
 
 
-def rule_set(groups: Sequence[Group], values: Sequence[int], mode: str) -> RuleSet:
+def rule_set(groups: Sequence[Group], values: Sequence[int], mode: Mode) -> RuleSet:
     """Returns the rule set that gives each of `groups` the way of its number in `values`; groups that stay whole need
     no rule."""
     rules = tuple(
@@ -82,30 +111,48 @@ def _likeness(graph: Graph, layer: Layer) -> object:
     return re.sub(r"\d+", "#", block) + slash + last, layer.kind, shapes, layer.flops
 
 
-def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: str) -> Iterator[Way]:
+def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: Mode) -> Iterator[Way]:
     """Yields the ways in which the weight of a layer divides, without those that split nothing."""
     weight = graph.leaf(layer.params[0])
     tensor, data = mesh.meant((Role.TENSOR, Role.EXPERT)), mesh.meant((Role.DATA, Role.STORAGE))
-    stored = weight.size >= _LEAST_ELEMENTS
+    # Over the axis for storage alone, groups of devices have whole copies each: less is sent between the groups.
+    stores = tuple(dict.fromkeys(axes for axes in (data, mesh.meant((Role.STORAGE,))) if axes))
+    stores = stores if weight.size >= _LEAST_ELEMENTS else ()
     divides = lambda axes: any(size % mesh.size(axes) == 0 for size in weight.shape)
     yield Way("whole", {})
-    if mode == "data" and stored and data and divides(data):
-        yield Way("stored in parts over data", {}, data)
-    divided = {
-        name
-        for name, size in zip(weight.dim_names, weight.shape, strict=False)
-        if tensor and size % mesh.size(tensor) == 0
-    }
-    for name in _SPLIT:
-        if name not in divided:
-            continue
-        yield Way(f"{name} split over {'+'.join(tensor)}", {name: tensor})
-        if mode == "data" and stored and data:
-            yield Way(f"{name} split over {'+'.join(tensor)}, stored in parts over data", {name: tensor}, data)
-    if mode == "all" and stored:
-        for axes in dict.fromkeys(((*data, *tensor), data)):
+    if mode != "all":
+        for axes in filter(divides, stores):
+            yield Way(f"stored in parts over {_over(axes, data)}", {}, axes)
+    for split in _splits(weight, mesh):
+        name = ", ".join(f"{dim} split over {'+'.join(axes)}" for dim, axes in split.items())
+        yield Way(name, split)
+        for axes in stores if mode != "all" else ():
+            yield Way(f"{name}, stored in parts over {_over(axes, data)}", split, axes)
+    if mode == "all" and stores:
+        for axes in dict.fromkeys(((*data, *tensor), *stores)):
             if axes and divides(axes):
                 yield Way(f"each array's largest dim split over {'+'.join(axes)}", {"largest": axes})
+
+
+def _splits(weight: Leaf, mesh: MeshShape) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Yields how the dims of a weight can be split over the axes over which layers are computed in parts: one over all
+    of these axes; where there are some for experts and others, one dim over each kind alone, or both."""
+    sizes = {name: size for name, size in zip(weight.dim_names, weight.shape, strict=False) if name in _SPLIT}
+    tensor, experts = mesh.meant((Role.TENSOR,)), mesh.meant((Role.EXPERT,))
+    divides = lambda name, axes: name in sizes and bool(axes) and sizes[name] % mesh.size(axes) == 0
+    together = mesh.meant((Role.TENSOR, Role.EXPERT))
+    yield from ({name: together} for name in _SPLIT if divides(name, together))
+    if not tensor or not experts:
+        return
+    yield from ({name: tensor} for name in _SPLIT if divides(name, tensor))
+    if divides(_EXPERT, experts):
+        yield {_EXPERT: experts}
+        yield from ({_EXPERT: experts, name: tensor} for name in _SPLIT if name != _EXPERT and divides(name, tensor))
+
+
+def _over(axes: tuple[str, ...], data: tuple[str, ...]) -> str:
+    """Returns what a way says of the `axes` that it stores over: `data` for all that split examples."""
+    return "data" if axes == data else "+".join(axes)
 
 
 def _rule(group: Group, way: Way) -> Rule:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from splitjax.choosing.choice import Answer, Candidate, Variable
-from splitjax.choosing.domain import Group, rule_set
+from splitjax.choosing.domain import Group, Mode, rule_set
 from splitjax.choosing.prices import Prices
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
 from splitjax.mesh import MeshShape
@@ -58,7 +58,7 @@ def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
     return predict_step(step, Manner(pricing.backward))
 
 
-def answers(pricing: Pricing, groups: Sequence[Group], mode: str, budget_bytes: float, effort: Effort) -> list[Answer]:
+def answers(pricing: Pricing, groups: Sequence[Group], mode: Mode, budget_bytes: float, effort: Effort) -> list[Answer]:
     """Returns the best assignment of `groups` within a budget. Where none is, by the sum, the best without a budget and
     the best of those that store least: lifetimes may show that they fit after all. Nothing where there is nothing to
     decide.
@@ -87,7 +87,7 @@ class _Problem:
 
     pricing: Pricing
     groups: Sequence[Group]
-    mode: str
+    mode: Mode
     network: CostNetwork
     base_seconds: float
     least_bytes: float
@@ -126,7 +126,9 @@ class _Problem:
         )
 
 
-def changes(pricing: Pricing, groups: Sequence[Group], mode: str, base: Prediction) -> list[list[tuple[LeafPlan, ...]]]:
+def changes(
+    pricing: Pricing, groups: Sequence[Group], mode: Mode, base: Prediction
+) -> list[list[tuple[LeafPlan, ...]]]:
     """Returns, for every value of every group, the leaves that it alone lays out otherwise than `base`, which keeps all
     groups whole.
 
@@ -176,7 +178,7 @@ def _owners(graph: Graph, groups: Sequence[Group]) -> dict[str, set[int]]:
 def _network(
     pricing: Pricing,
     groups: Sequence[Group],
-    mode: str,
+    mode: Mode,
     base: Prediction,
     changed: Sequence[Sequence[tuple[LeafPlan, ...]]],
 ) -> _Problem:

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
-from splitjax.choosing import AutoMesh, Candidate, Choice, Pricing, Refused, over_budget, rank
+from splitjax.choosing import AutoMesh, Candidate, Choice, Pricing, Refused, num_experts, over_budget, rank
 from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.time import program_time
@@ -35,9 +35,10 @@ from splitjax.step.traced import Traced, trace_anywhere, trace_step
 T = TypeVar("T")
 # Makes the draft and the entry of a recipe on a mesh from a traced call, with lines for the notes of the plan.
 Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[T, CompiledEntry]]
-# So many candidates are lowered for the time of their programs, the best as a sum first; so many at most, with those
-# that do not fit, the best of every shipped rule set, and what comes after the fastest.
-_FEW, _MOST = 4, 16
+# So many candidates are lowered for the time of their programs, the best as a sum first, of meshes of two axes and of
+# each kind of third axis; so many at most, with those that do not fit, the best of every shipped rule set, and what
+# comes after the fastest.
+_FEW, _FEW_OF_THREE_AXES, _MOST = 4, 2, 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +82,8 @@ def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: B
     Raises `BudgetError` where no layout that was found fits into `memory_budget`, and what `build` raises."""
     places = _Places(recipe, asked, bound)
     budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
-    pricings, refused = places.priced()
-    choice = rank(pricings, rules=rules, refused=refused, budget_bytes=budget)
+    pricings, further, refused = places.priced()
+    choice = rank(pricings, further=further, rules=rules, refused=refused, budget_bytes=budget)
     is_timed = recipe.calibration is not None or (recipe.target is not None and bool(recipe.target.kind.peak_flops))
     if math.isinf(budget) and not is_timed:
         return places.built(choice, build)
@@ -115,7 +116,9 @@ def _in_turn(choice: Choice, lowered: list[Candidate], is_timed: bool) -> Iterat
         if fitting and not is_timed or len(lowered) >= _MOST and fitting:
             return
         is_first_of_its_name = candidate.rules.name not in {each.rules.name for each in fitting}
-        if candidate.state_bytes <= budget and (len(fitting) < _FEW or is_first_of_its_name):
+        alike = sum(each.mesh.names == candidate.mesh.names for each in fitting)
+        is_among_few = alike < (_FEW if len(candidate.mesh.names) < 3 else _FEW_OF_THREE_AXES)
+        if candidate.state_bytes <= budget and (is_among_few or is_first_of_its_name):
             yield candidate
     if any(each.fits(budget) for each in lowered):
         yield from _following(choice, lowered)
@@ -128,7 +131,8 @@ def _in_turn(choice: Choice, lowered: list[Candidate], is_timed: bool) -> Iterat
 
 
 def _following(choice: Choice, lowered: list[Candidate]) -> Iterator[Candidate]:
-    """Yields, on further meshes, what those rules are that the fastest program so far has, until one is not faster."""
+    """Yields, on further meshes of the same axes, what those rules are that the fastest program so far has, until one
+    is not faster."""
     seconds = lambda: min(_seconds(each) for each in lowered if each.fits(choice.budget_bytes))
     found, before = True, math.inf
     while found and seconds() < before and len(lowered) < _MOST:
@@ -136,7 +140,8 @@ def _following(choice: Choice, lowered: list[Candidate]) -> Iterator[Candidate]:
         fastest = next(each for each in lowered if each.fits(choice.budget_bytes) and _seconds(each) == before)
         for candidate in _distinct(choice.candidates):
             known = any(candidate.is_as(each) for each in lowered)
-            if not known and candidate.name == fastest.name and candidate.state_bytes <= choice.budget_bytes:
+            alike = candidate.name == fastest.name and candidate.mesh.names == fastest.mesh.names
+            if alike and not known and candidate.state_bytes <= choice.budget_bytes:
                 found = True
                 yield candidate
                 break
@@ -187,19 +192,21 @@ class _Places:
         self._fixed = None if isinstance(asked, AutoMesh) else asked
         if isinstance(asked, AutoMesh):
             self._traced, self._names_axes = trace_anywhere(recipe, bound, nameable_mesh(asked))
-            shapes = asked.shapes(num_devices_for(asked, recipe.target))
+            num_devices = num_devices_for(asked, recipe.target)
+            shapes, further = asked.shapes(num_devices), asked.further(num_devices, num_experts(self._traced.graph))
         else:
             self._traced, self._names_axes = trace_step(recipe, bound, mesh=asked), False
-            shapes = (MeshShape.of(asked),)
+            shapes, further = (MeshShape.of(asked),), ()
         self._shapes = [shape.with_roles(recipe.roles) for shape in shapes]
+        self._further = [shape.with_roles(recipe.roles) for shape in further]
         self.graph = self._traced.graph
 
-    def priced(self) -> tuple[list[Pricing], list[Refused]]:
-        """Returns the step on each mesh with the prices of its machine, and the meshes on which it cannot be what the
-        user pinned."""
+    def priced(self) -> tuple[list[Pricing], list[Pricing], list[Refused]]:
+        """Returns the step on each mesh with the prices of its machine, those with a third axis apart, and the meshes
+        on which it cannot be what the user pinned."""
         pricings: list[Pricing] = []
         errors: list[tuple[MeshShape, PinError]] = []
-        for shape in self._shapes:
+        for shape in (*self._shapes, *self._further):
             try:
                 pins = resolve(self._traced_on(shape).said, self.graph, shape).by_path
             except PinError as error:
@@ -209,7 +216,9 @@ class _Places:
                 pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state))
         if not pricings:
             raise errors[0][1]
-        return pricings, [Refused("any", shape, str(error).splitlines()[0]) for shape, error in errors]
+        further = [each for each in pricings if each.mesh in self._further]
+        refused = [Refused("any", shape, str(error).splitlines()[0]) for shape, error in errors]
+        return [each for each in pricings if each not in further], further, refused
 
     def built(self, choice: Choice, build: Build[T]) -> Decided[T]:
         """Builds the step as it was chosen."""
