@@ -26,9 +26,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from splitjax._filtered import FilteredStep
-from splitjax._filtered_call import Call, attach, detach, signature
-from splitjax._filtered_options import read_options
+from splitjax._filtered.call import Call, attach, detach, signature
+from splitjax._filtered.options import read_options
+from splitjax._filtered.step import FilteredStep
 from splitjax._static import ARRAY, Fixed, Half, Static, is_array, partition
 from splitjax.lower import gradient
 from splitjax.step.arguments import check_batch, leaf_path

@@ -26,9 +26,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import jax
 from flax import nnx
 
-from splitjax._filtered import FilteredStep
-from splitjax._filtered_call import Call, Extra, attach, detach, signature
-from splitjax._filtered_options import read_options
+from splitjax._filtered.call import Call, Extra, attach, detach, signature
+from splitjax._filtered.options import read_options
+from splitjax._filtered.step import FilteredStep
 from splitjax._nnx_gradient import grad, value_and_grad
 from splitjax._nnx_graph import (
     CONSTANTS,

@@ -61,8 +61,6 @@ ROOMS = (
     "_measured_step",
     "parallel_step",
     "parallelize",
-    "_filtered_call",
-    "_filtered_options",
     "_filtered",
     "_nnx_graph",
     "_nnx_gradient",

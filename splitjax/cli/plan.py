@@ -69,7 +69,7 @@ class ShowPlan(ModelCommand):
             console.print(f"\ntime on {self.target}\n{time}", highlight=False, markup=False)
         write_json(self.json, plan.to_json(), console, "plan")
         if self.svg is not None:
-            from splitjax.report.plan_picture import plan_svg
+            from splitjax.report.plan.picture import plan_svg
 
             write_file(self.svg, plan_svg(plan), "--svg")
             console.print(f"picture: {self.svg}", highlight=False)

@@ -40,7 +40,7 @@ def register_documents() -> None:
 
 
 def _plan(plan: Plan) -> Document:
-    from splitjax.report.plan_document import plan_document
+    from splitjax.report.plan.document import plan_document
 
     return plan_document(plan)
 

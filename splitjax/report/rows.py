@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from splitjax.display.figures import bytes_text, flops_text
 from splitjax.plan import Collective, beside
 from splitjax.report.attribute import ReportedCollective
-from splitjax.report.table import MIN_FOLD
+from splitjax.report.plan.table import MIN_FOLD
 from splitjax.report.value import Report, Total
 
 _NUMBER = re.compile(r"\d+")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import splitjax
-from splitjax.report.plan_picture import plan_svg
+from splitjax.report.plan.picture import plan_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

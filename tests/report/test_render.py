@@ -20,7 +20,8 @@ from splitjax import display
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Constraint, LayerPlan, LeafPlan, Memory, Plan, Purpose, StoredArray, spec_axes
-from splitjax.report.table import collective_rows, memory_rows, summary, table
+from splitjax.report.plan.summary import collective_rows, memory_rows, summary
+from splitjax.report.plan.table import table
 
 MESH = MeshShape((("data", 2), ("model", 4)))
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from splitjax.display.figures import ratio_text, share_text
-from splitjax.report.table import MIN_FOLD
+from splitjax.report.plan.table import MIN_FOLD
 from splitjax.sync.analysis import Profile, TensorProfile
 
 # More tensors without zeros than this are one line.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from splitjax._filtered import FilteredStep
+from splitjax._filtered.step import FilteredStep
 from splitjax._static import partition
 from splitjax.errors import TrainingError
 from splitjax.parallelize import ParallelStep

@@ -11,55 +11,38 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from splitjax import _compat
-from splitjax._filtered_call import Call
-from splitjax._filtered_options import SharedChoice
+from splitjax._filtered.call import Call
+from splitjax._filtered.options import SharedChoice
+from splitjax._filtered.questions import AskedStep, P, R
 from splitjax.choosing import Choice
 from splitjax.compile.entry import CompileRecord
 from splitjax.compile.session import Session
-from splitjax.errors import DonatedStateError, PartialError, PlanError, ProfileError, StateError
+from splitjax.errors import DonatedStateError, PlanError, StateError
 from splitjax.mesh import with_devices
 from splitjax.parallel_step import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
-from splitjax.partial.request import PartialBackprop
-from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
 from splitjax.roles import Role, read_roles
 from splitjax.step.consumed import CallLog
-from splitjax.step.keywords import VerifySizes
 from splitjax.step.methods import Methods
 from splitjax.step.padding.stored import with_padding
 from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
 from splitjax.step.traced import naming_axes
 from splitjax.step.words import step_words
-from splitjax.sync.costs.schemes import Link
 
-if TYPE_CHECKING:
-    from splitjax.compile.time import On
-    from splitjax.cost.memory.lifetimes import ProgramMemory
-    from splitjax.cost.time import StepTime
-    from splitjax.partial.advice import Advice
-    from splitjax.report.value import Report
-    from splitjax.schedule.model.jobs import JobProfile
-    from splitjax.sync.analysis import Profile
-    from splitjax.trace.graph import Graph
-    from splitjax.verify import Verification
-
-P = ParamSpec("P")
-R = TypeVar("R")
 S = TypeVar("S")
 
 
-class FilteredStep(abc.ABC, Generic[P, R]):
+class FilteredStep(AskedStep[P, R]):
     """A decorated step over modules. Call it like the function it wraps."""
 
     changes_states: bool = False  # in place, as NNX does; else it returns new ones
@@ -150,137 +133,6 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         for number in self._options.state_argnums[:1]:
             self._log.note(args[number], frame)
         return self._unpack(call, result)
-
-    @overload
-    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan: ...
-    @overload
-    def plan(self, *args: Any, **kwargs: Any) -> Plan: ...
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments (abstract ones will do): prints as a table, renders in Jupyter."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return call.step.plan(*call.args)
-
-    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The `NamedSharding` of every array of these arguments (abstract ones will do): one pytree per argument, an
-        `nnx.State` in place of each NNX object, None in place of what is static."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return self._arranged(call, call.step.shardings(*call.args))
-
-    def graph(self, *args: Any, **kwargs: Any) -> Graph:
-        """The traced `splitjax.trace.graph.Graph` that the plan was made from."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return call.step.graph(*call.args)
-
-    @overload
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
-    @overload
-    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step for these arguments as `jax.jit(fn).lower` does: `.compile()`, `.as_text()`,
-        `.compile().memory_analysis()`."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return call.step.lower(*call.args)
-
-    def memory(self, *args: Any, **kwargs: Any) -> ProgramMemory:
-        """What the step needs of a device's memory for these arguments (abstract ones will do), predicted before it is
-        compiled: an estimate and an upper bound; see `ParallelStep.memory`."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return call.step.memory(*call.args)
-
-    def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:
-        """How long the step takes for these arguments (abstract ones will do) on a machine, predicted before it is
-        compiled; see `ParallelStep.time`."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return call.step.time(*call.args, on=on)
-
-    @overload
-    def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...
-    @overload
-    def report(self, *args: Any, **kwargs: Any) -> Report: ...
-    def report(self, *args: Any, **kwargs: Any) -> Report:
-        """The plan for these arguments (abstract ones will do) against what XLA compiles: memory, and every collective
-        with layer, source line and cause. Compiles the step; runs nothing."""
-        call = self._pack(positional(self._fn, args, kwargs))
-        return call.step.report(*call.args)
-
-    def verify(
-        self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any
-    ) -> Verification:
-        """Compares the step with one device, from arguments that may be abstract. Nothing is updated. `sizes` and
-        `own_precision`, what is returned and what is raised: as of `ParallelStep.verify`."""
-        args = positional(self._fn, args, kwargs)
-        call = self._pack(args)
-        try:
-            return call.step.verify(*call.args, sizes=sizes, own_precision=own_precision)
-        except DonatedStateError as error:
-            raise self._donated(args, call) from error
-
-    def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
-        """Measures how sparse every gradient is over `num_workers` workers, from the step's arguments with an iterable
-        of batches in place of each batch; see `ParallelStep.profile`. Nothing is updated."""
-        from splitjax.measure.profiling import per_batch  # what measures is loaded when it is first used
-
-        args = positional(self._fn, args, kwargs)
-        calls = (self._pack(arguments) for arguments in per_batch(args, self._batch_positions(args), self._name))
-        first = next(calls, None)
-        if first is None:
-            raise ProfileError(
-                "there is no batch to profile", place=f"{self._name}.profile", remedy="pass at least one batch"
-            )
-        try:
-            return first.step._profile((call.args for call in itertools.chain((first,), calls)), num_workers)
-        except DonatedStateError as error:
-            raise self._donated(args, first) from error
-
-    def advise(
-        self, *args: Any, backprop: PartialBackprop | None = None, link: Link | None = None, **kwargs: Any
-    ) -> Advice:
-        """Measures what `backprop` would save and cost on this step, from its arguments with an iterable of batches in
-        place of each batch. Nothing is updated. `link`, what is returned and what is raised: as of
-        `ParallelStep.advise`."""
-        from splitjax.measure.advising import split_request
-        from splitjax.measure.profiling import per_batch
-
-        given, wanted = split_request(args, backprop, self._keywords["backprop"])
-        given = positional(self._fn, given, kwargs)
-        positions = self._batch_positions(given)
-        calls = (self._pack(arguments) for arguments in per_batch(given, positions, self._name, "advise"))
-        first = next(calls, None)
-        if first is None:
-            raise PartialError(
-                "there is no batch to measure", place=f"{self._name}.advise", remedy="pass at least one batch"
-            )
-        try:
-            return first.step._advise((call.args for call in itertools.chain((first,), calls)), wanted, link)
-        except DonatedStateError as error:
-            raise self._donated(given, first) from error
-
-    def job_profile(
-        self,
-        *args: Any,
-        name: str | None = None,
-        num_workers: int | None = None,
-        link: Link | None = None,
-        input_seconds: float = 0.0,
-        stages: bool | None = None,
-        **kwargs: Any,
-    ) -> JobProfile:
-        """Measures what one iteration costs each worker, as a profile for `splitjax.schedule`. Nothing is updated.
-        `name`, `num_workers`, `link`, `input_seconds` and `stages`, what is returned and what is raised: as of
-        `ParallelStep.job_profile`."""
-        args = positional(self._fn, args, kwargs)
-        call = self._pack(args)
-        told = {
-            "name": name or self._name,
-            "num_workers": num_workers,
-            "link": link,
-            "input_seconds": input_seconds,
-            "stages": stages,
-        }
-        try:
-            return call.step.job_profile(*call.args, **told)
-        except DonatedStateError as error:
-            raise self._donated(args, call) from error
 
     def carried(self) -> Carried:
         """Returns what the step keeps between its calls besides its states; see `ParallelStep.carried`."""
@@ -433,14 +285,6 @@ class FilteredStep(abc.ABC, Generic[P, R]):
         )
 
     # What a frontend adds.
-
-    @abc.abstractmethod
-    def _pack(self, args: tuple) -> Call:
-        """Takes a call's arguments apart."""
-
-    @abc.abstractmethod
-    def _arranged(self, call: Call, shardings: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arranges the plain step's shardings by the user's arguments."""
 
     @abc.abstractmethod
     def _over_states(self, states: tuple[Any, ...], change: Callable[[int, Any], Any]) -> tuple[Any, ...]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Section, Table
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import LeafPlan, Plan
-from splitjax.report.table import Row, collective_rows, memory_rows, peak_rows, splitting_axes, summary, table
+from splitjax.report.plan.summary import collective_rows, memory_rows, peak_rows, splitting_axes, summary
+from splitjax.report.plan.table import Row, table
 
 # Optimizer state that lies whole on every device is worth a line if it is more than one in so many bytes of what a
 # device holds. A whole number: bytes may be too many for a float.

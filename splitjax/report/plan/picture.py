@@ -10,7 +10,7 @@ from html import escape
 
 from splitjax.display.figures import bytes_text, percent_saved
 from splitjax.plan import Plan
-from splitjax.report.table import Row, table
+from splitjax.report.plan.table import Row, table
 
 _WIDTH, _LEFT, _BAR, _ROW = 860, 210, 400, 22
 _TEXT = _LEFT + _BAR + 14
