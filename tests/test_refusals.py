@@ -35,10 +35,12 @@ CAUGHT = {
         1,
         "a mesh on which an annotation cannot be kept is no candidate, and why is shown",
     ),
-    "compile/choosing.py: build_chosen": (
+    "compile/choosing.py: _decided": (
         1,
         "rules that do not go with the step's options are no candidate: the next ones are tried",
     ),
+    "compile/kept_choice.py: KeptChoice.read": (1, OLD_FILE),
+    "compile/kept_choice.py: KeptChoice.write": (1, STORAGE),
     "compile/memory.py: plan_memory": (1, SHOWN),
     "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
     "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),

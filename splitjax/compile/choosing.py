@@ -19,11 +19,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.choosing import AutoMesh, Candidate, Choice, Pricing, Refused, num_experts, over_budget, rank
 from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
+from splitjax.compile.kept_choice import KeptChoice
 from splitjax.compile.time import program_time
 from splitjax.errors import MeshError, PinError, SplitjaxError
 from splitjax.mesh import MeshShape, abstract_mesh
@@ -81,6 +83,18 @@ def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: B
 
     Raises `BudgetError` where no layout that was found fits into `memory_budget`, and what `build` raises."""
     places = _Places(recipe, asked, bound)
+    kept = places.kept()
+    known = None if kept is None else kept.read()
+    if known is not None:
+        return places.built(known, build)
+    decided = _decided(places, recipe, build)
+    if kept is not None:
+        kept.write(decided.choice)
+    return decided
+
+
+def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
+    """Chooses, and builds what was chosen. Raises what `build_chosen` raises."""
     budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
     pricings, further, refused = places.priced()
     choice = rank(pricings, further=further, rules=rules, refused=refused, budget_bytes=budget)
@@ -187,7 +201,7 @@ class _Places:
     """
 
     def __init__(self, recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: Bound) -> None:
-        self._recipe, self._bound = recipe, bound
+        self._recipe, self._asked, self._bound = recipe, asked, bound
         self._meshes: dict[MeshShape, Mesh | AbstractMesh] = {}
         self._fixed = None if isinstance(asked, AutoMesh) else asked
         if isinstance(asked, AutoMesh):
@@ -200,6 +214,13 @@ class _Places:
         self._shapes = [shape.with_roles(recipe.roles) for shape in shapes]
         self._further = [shape.with_roles(recipe.roles) for shape in further]
         self.graph = self._traced.graph
+
+    def kept(self) -> KeptChoice | None:
+        """Returns where the choice is kept between processes; None where it is not."""
+        there = str([*self._shapes, *self._further])
+        if self._fixed is None:
+            there += f" {jax.default_backend()} {len(jax.devices())}"
+        return KeptChoice.of(self._recipe, self._asked, self._traced, there)
 
     def priced(self) -> tuple[list[Pricing], list[Pricing], list[Refused]]:
         """Returns the step on each mesh with the prices of its machine, those with a third axis apart, and the meshes
