@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from splitjax.compile.time import On
     from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.cost.time import StepTime
+    from splitjax.report.memory.value import MemoryTimelines
     from splitjax.report.value import Report
     from splitjax.trace.graph import Graph
     from splitjax.verify import Verification
@@ -194,6 +195,21 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         from splitjax.compile.memory import program_memory  # it is loaded when it is first used
 
         return program_memory(self._recipe, self._programs.entry(positional(self._recipe.fn, args, kwargs)))
+
+    @_compat.outside_mesh
+    def memory_timeline(self, *args: Any, compiled: bool = True, **kwargs: Any) -> MemoryTimelines:
+        """What a device stores at each moment of the step for these arguments (arrays or `ShapeDtypeStruct`s), as
+        predicted and as XLA compiles it: which arrays, of which layers. Raises what `memory` raises.
+
+        **Arguments:** `compiled`: whether to compile the step, too; it is not run (docs/reports.md)."""
+        from splitjax.compile.timeline import step_timelines  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        if not compiled:
+            return step_timelines(self._recipe, self._programs.entry(args))
+        self._programs.decide(args)
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.memory_timeline", runs=False)
+        return step_timelines(self._recipe, self._programs.entry(args), args, mesh.devices.flat[0])
 
     @_compat.outside_mesh
     def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:

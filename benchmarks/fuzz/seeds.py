@@ -217,7 +217,16 @@ def modules() -> list[bytes]:
     by_mesh = _message((1, b"m"), (2, b"all-to-all"), (35, 6), (93, mesh))
     computation = _message(*((2, part) for part in (plain, loop, config, constant, iota, by_mesh)), (5, 1), (6, 1))
     index = _message((1, b"f.py"), (2, b"f"), (3, _message((1, 1), (2, 1), (3, 9))), (4, _message((1, 1), (2, 0))))
-    return [_message((3, computation), (6, 1), (17, index), (22, b'{"known_trip_count": {"n": "3"}}'))]
+    order = _message((1, _message((1, 1), (2, _message((1, b"\x01\x02"))))))
+    return [_message((3, computation), (6, 1), (7, order), (17, index), (22, b'{"known_trip_count": {"n": "3"}}'))]
+
+
+def assignments() -> list[bytes]:
+    """Returns a serialised buffer assignment with every field that is read in use."""
+    place = _message((4, 1), (3, b"\x00\x01"))
+    value = _message((1, 7), (2, 64), (3, place))
+    allocation = _message((2, 128), (3, 0), (5, 1), (7, 1), (12, 1), (9, _message((1, 7), (2, 64), (3, 64))))
+    return [_message((1, value), (2, _message((1, 7), (2, place))), (3, allocation))]
 
 
 def _message(*fields: tuple[int, int | bytes]) -> bytes:

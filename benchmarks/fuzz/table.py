@@ -26,6 +26,7 @@ from splitjax.machines.targets import parse_target
 from splitjax.partial.advice import Advice
 from splitjax.plan import Plan
 from splitjax.planning.plan_lock import PlanLock
+from splitjax.report.memory.assignment import read_assignment
 from splitjax.report.protobuf import WireError
 from splitjax.report.value import Report
 from splitjax.report.wire import read_module
@@ -351,6 +352,14 @@ PARSERS: dict[str, Parser] = {
         ),
         Parser(
             "hlo", WireError, lambda path: read_module(path.read_bytes()), seeds.modules, ("wire", "wire", "bytes"), 100
+        ),
+        Parser(
+            "buffer assignment",
+            WireError,
+            lambda path: read_assignment(path.read_bytes()),
+            seeds.assignments,
+            ("wire", "wire", "bytes"),
+            100,
         ),
     )
 }

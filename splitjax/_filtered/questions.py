@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.cost.time import StepTime
     from splitjax.partial.advice import Advice
+    from splitjax.report.memory.value import MemoryTimelines
     from splitjax.report.value import Report
     from splitjax.schedule.model.jobs import JobProfile
     from splitjax.sync.analysis import Profile
@@ -78,6 +79,12 @@ class AskedStep(abc.ABC, Generic[P, R]):
         compiled: an estimate and an upper bound; see `ParallelStep.memory`."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.memory(*call.args)
+
+    def memory_timeline(self, *args: Any, compiled: bool = True, **kwargs: Any) -> MemoryTimelines:
+        """What a device stores at each moment of the step for these arguments (abstract ones will do), predicted and,
+        where it is to be `compiled`, as XLA compiles it; see `ParallelStep.memory_timeline`."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.memory_timeline(*call.args, compiled=compiled)
 
     def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:
         """How long the step takes for these arguments (abstract ones will do) on a machine, predicted before it is

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -152,17 +153,21 @@ class ModelCommand(CommandOptions):
         """Returns a block during which a terminal shows what the command is `doing` with the model's step."""
         return waiting(f"{doing} the step of {self.model} for {self.where}")
 
-    def show(self, console: Console, planned: Planned, shown: Page, name: str) -> None:
+    def show(self, console: Console, planned: Planned, shown: Page, name: str, also: Sequence[Page] = ()) -> None:
         """Prints a plan, a report or a verification, and writes its page where `--html` asks for it.
 
         **Arguments:** `console`: where to print. `planned`: the step that was looked at. `shown`: what it gave. `name`:
-        of the subcommand, for the page's title.
+        of the subcommand, for the page's title. `also`: what is shown below it, on the same page.
         """
         mesh = MeshShape.of(planned.step.mesh).with_roles(parse_roles(self.role))
         console.print(f"{planned.title}, {self.batch_size} examples on {mesh}", highlight=False)
         print_value(shown, console)
+        for below in also:
+            console.print()
+            print_value(below, console)
         if self.html is not None:
-            write_page(self.html, shown._repr_html_(), f"splitjax {name}")
+            body = "".join(each._repr_html_() for each in (shown, *also))
+            write_page(self.html, body, f"splitjax {name}")
             console.print(f"page: {self.html}", highlight=False)
 
 

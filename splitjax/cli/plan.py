@@ -22,6 +22,9 @@ class ShowPlan(ModelCommand):
     svg: pathlib.Path | None = None
     """Draw it to this file too: a bar a layer, for light and dark pages."""
 
+    memory_timeline: bool = False
+    """Also show what a device stores at each moment of the step, and which arrays of which layers at the peak."""
+
     target: str | None = None
     """Plan for a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, and predict how long a step takes there,
     as a lower bound by its published peaks; or how long it takes here, by a file that `splitjax calibrate` wrote. Auto
@@ -63,7 +66,9 @@ class ShowPlan(ModelCommand):
             planned = self.planned()
             plan = planned.step.plan(*planned.arguments)
             shown = plan if self.explain is None else plan.explain(self.explain, self.machine)
-        self.show(console, planned, shown, "plan")
+            asked = self.memory_timeline and self.explain is None
+            also = [planned.step.memory_timeline(*planned.arguments, compiled=False)] if asked else []
+        self.show(console, planned, shown, "plan", also)
         if self.target is not None and self.explain is None:
             time = planned.step.time(*planned.arguments, on=self.target)
             console.print(f"\ntime on {self.target}\n{time}", highlight=False, markup=False)

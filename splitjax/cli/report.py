@@ -14,6 +14,10 @@ from splitjax.cli._output import write_json
 class ShowReport(ModelCommand):
     """Compile a model's training step, and show its memory and every collective beside what the plan predicts."""
 
+    memory_timeline: bool = dataclasses.field(default=False, kw_only=True)
+    """Also show what a device stores at each moment of the step, predicted and compiled, and which arrays of which
+    layers at the peaks."""
+
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
         with self.busy("planning") as say:
@@ -21,6 +25,7 @@ class ShowReport(ModelCommand):
             planned.step.plan(*planned.arguments)
             say(f"compiling the step of {self.model} for {self.where}")
             report = planned.step.report(*planned.arguments)
-        self.show(console, planned, report, "report")
+            also = [planned.step.memory_timeline(*planned.arguments)] if self.memory_timeline else []
+        self.show(console, planned, report, "report", also)
         write_json(self.json, report.to_json(), console, "report")
         return 0

@@ -5,15 +5,32 @@ What goes in is a value (a plan, a report, a profile) for whose type somebody re
 values need not import what shows them: a value asks the registry, and a room above the value fills it.
 """
 
-from splitjax.display.document import Bar, Column, Document, Matrix, Pairs, Paragraph, Section, Stretch, Table, Timeline
+from splitjax.display.document import (
+    Areas,
+    Band,
+    Bar,
+    Column,
+    Document,
+    Matrix,
+    Pairs,
+    Panel,
+    Paragraph,
+    Section,
+    Stretch,
+    Table,
+    Timeline,
+)
 from splitjax.display.registry import Shown, document, draw, html, page, register, show
 
 __all__ = [
+    "Areas",
+    "Band",
     "Bar",
     "Column",
     "Document",
     "Matrix",
     "Pairs",
+    "Panel",
     "Paragraph",
     "Section",
     "Shown",

@@ -137,6 +137,50 @@ class Timeline:
 
 
 @dataclasses.dataclass(frozen=True)
+class Band:
+    """Holds an amount at each moment of a panel, `levels`, under a `title`. The same title has the same colour and
+    letter in every panel."""
+
+    title: str
+    levels: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Stacks bands over the moments that they share.
+
+    - `title`: its heading. `bands`: from the ground up, at least one.
+    - `axis`: a sentence below it that says what the moments are.
+    - `mark`: a moment that is marked, such as that of the peak; None for none.
+    - `strip`: stretches of moments, which a strip below the bands shows by the first letter or the name of their key.
+    """
+
+    title: str
+    bands: tuple[Band, ...]
+    axis: str = ""
+    mark: int | None = None
+    strip: tuple[Stretch, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Areas:
+    """Shows panels below one another, all of them with the same axes.
+
+    - `panels`: from top to bottom.
+    - `ticks`: (amount, label) of the lines that are drawn, from 0 up. `top`: the amount that is as high as a panel.
+    """
+
+    panels: tuple[Panel, ...]
+    ticks: tuple[tuple[float, str], ...]
+    top: float
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """The titles of all bands, in the order in which panels stack them."""
+        return tuple(dict.fromkeys(band.title for panel in self.panels for band in panel.bands))
+
+
+@dataclasses.dataclass(frozen=True)
 class Section:
     """Holds parts under a title, which a reader of HTML can fold away. A section without content is not shown.
 
@@ -149,7 +193,7 @@ class Section:
     is_open: bool = True
 
 
-Part = Table | Pairs | Paragraph | Matrix | Timeline | Section
+Part = Table | Pairs | Paragraph | Matrix | Timeline | Areas | Section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,4 +221,6 @@ def is_empty(part: Part) -> bool:
         return not part.rows
     if isinstance(part, Pairs):
         return not part.entries
+    if isinstance(part, Areas):
+        return not part.panels
     return not (part.lanes if isinstance(part, Timeline) else part.values)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from splitjax.display.areas import RULES, areas_html
 from splitjax.display.document import (
+    Areas,
     Bar,
     Column,
     Document,
@@ -85,7 +87,7 @@ ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
 ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
 """
-STYLE: str = _RULES.replace("ROOT", _ROOT)
+STYLE: str = (_RULES + RULES).replace("ROOT", _ROOT)
 # A lane is divided among so many that share it; where there are more, it is grey.
 _MOST_SHARED = 9
 _CROWDED = "rgb(128, 128, 128)"
@@ -142,6 +144,8 @@ def _part(part: Part) -> str:
         return f'<table class="pairs"><tbody>{rows}</tbody></table>'
     if isinstance(part, Timeline):
         return _timeline(part)
+    if isinstance(part, Areas):
+        return areas_html(part)
     return _table(part) if isinstance(part, Table) else _matrix(part)
 
 

@@ -15,7 +15,9 @@ from typing import IO
 
 from rich.cells import cell_len
 
+from splitjax.display.areas import areas_text
 from splitjax.display.document import (
+    Areas,
     Bar,
     Document,
     Matrix,
@@ -93,6 +95,8 @@ def _blocks(parts: Sequence[Part], width: int) -> list[list[str]]:
             blocks.append(wrap(clean(part.text), width))
         elif isinstance(part, Timeline):
             blocks.append(_timeline(part, width))
+        elif isinstance(part, Areas):
+            blocks.append(areas_text(part, width))
         else:
             assert isinstance(part, Matrix)  # a picture: HTML shows it
     return blocks

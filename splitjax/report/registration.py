@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from splitjax.machines.calibration import Calibration
     from splitjax.partial.advice import Advice
     from splitjax.plan import Explanation, Plan
+    from splitjax.report.memory.value import MemoryTimelines
     from splitjax.report.value import Report
     from splitjax.search.solving import Solution
     from splitjax.sync.analysis import Profile
@@ -34,6 +35,7 @@ def register_documents() -> None:
     registry.register("splitjax._plan_explained.Explanation", _explanation)
     registry.register("splitjax.cost.time.prediction.StepTime", _time)
     registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
+    registry.register("splitjax.report.memory.value.MemoryTimelines", _timelines)
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
     registry.register("splitjax.search.solving.Solution", _solution)
     registry.register("splitjax.choosing.choice.Choice", _choice)
@@ -91,6 +93,12 @@ def _memory(memory: ProgramMemory) -> Document:
     from splitjax.report.prediction.document import memory_document
 
     return memory_document(memory)
+
+
+def _timelines(timelines: MemoryTimelines) -> Document:
+    from splitjax.report.memory.document import timelines_document
+
+    return timelines_document(timelines)
 
 
 def _calibration(calibration: Calibration) -> Document:

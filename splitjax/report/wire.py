@@ -179,11 +179,13 @@ class Module:
     - `entry`: the id of the computation that runs first.
     - `computations`: by id.
     - `frames`: the lines of all stacks.
+    - `order`: by computation, the ids of its instructions in the order in which they run, where XLA decided it.
     """
 
     entry: int
     computations: Mapping[int, Computation]
     frames: tuple[Frame, ...]
+    order: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def read_module(data: bytes) -> Module:
@@ -193,7 +195,10 @@ def read_module(data: bytes) -> Module:
     computations = [_computation(part, payloads) for part in parts_at(fields, 3)]
     index = parts_at(fields, 17)
     frames = _frames(index[-1]) if index else ()
-    return Module(number_at(fields, 6), {computation.id: computation for computation in computations}, frames)
+    order = {
+        number_at(entry, 1): numbers_at(message_at(entry, 2), 1) for entry in messages_at(message_at(fields, 7), 1)
+    }
+    return Module(number_at(fields, 6), {computation.id: computation for computation in computations}, frames, order)
 
 
 def _computation(data: bytes, payloads: Sequence[bytes]) -> Computation:

@@ -35,6 +35,12 @@ def test_budgets(run):
     assert status == 1 and "sent by a device in a step" in out and "all_" in out
 
 
+def test_a_memory_timeline_is_predicted(run, tmp_path):
+    status, out, _ = run(f"{PLAN} --memory-timeline --html plan.html")
+    assert status == 0 and "predicted: " in out and "compiled: " not in out and "the peak" in out
+    assert (tmp_path / "plan.html").read_text().count("<svg") == 1
+
+
 @pytest.mark.parametrize(
     "options", ["--assert-max-memory much", "--assert-max-collective-bytes -3", "--update-lock", "--lock ."]
 )

@@ -52,3 +52,11 @@ def test_report_writes_json_that_reads_back_and_a_page(run, tmp_path):
 def test_mistakes_are_short_and_exit_with_2(run, line):
     status, _, err = run(line)
     assert status == 2 and err.startswith("error: ") and "remedy: " in err and "Traceback" not in err
+
+
+def test_a_memory_timeline_below_the_report_and_on_its_page(run, tmp_path):
+    status, out, _ = run(f"{SMALL} --memory-timeline --html report.html")
+    assert status == 0 and "predicted: " in out and "compiled: " in out and "^ the peak" in out
+    assert "XLA sets aside" in out and out.index("by layer") < out.index("memory of a device during")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 2 and "gradient of kernel" in page

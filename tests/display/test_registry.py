@@ -85,6 +85,6 @@ print([name for name in sys.modules if name.startswith("splitjax.report") and "d
 print("rich" in sys.modules, "matplotlib" in sys.modules)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    kinds = ["Advice", "Calibration", "Choice", "Explanation", "Plan", "Profile", "ProgramMemory", "Report", "Solution"]
-    kinds += ["StepTime"]
+    kinds = ["Advice", "Calibration", "Choice", "Explanation", "MemoryTimelines", "Plan", "Profile", "ProgramMemory"]
+    kinds += ["Report", "Solution", "StepTime"]
     assert found.stdout.splitlines() == [str(kinds), "[]", "[]", "False False"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 
@@ -10,9 +11,11 @@ import pytest
 
 from splitjax import display, schedule
 from splitjax.cost.memory.lifetimes import ProgramMemory
+from splitjax.cost.memory.moments import MemoryTimeline, StoredSpan
 from splitjax.cost.time.prediction import StepTime, TimedPart
 from splitjax.machines.calibration import Calibration
 from splitjax.plan import StoredArray
+from splitjax.report.memory.value import MemoryTimelines
 from splitjax.search.network import CostNetwork, Memory, MemoryUse
 from splitjax.search.solving import solve
 from tests.display.browsers import chromium, quiet_page
@@ -34,6 +37,17 @@ def simulated():
 DATA = pathlib.Path(__file__).parents[1] / "codec" / "data"
 CALIBRATION = Calibration.load(DATA / "calibration.json")
 MEMORY = ProgramMemory(1 << 20, 1 << 19, 1 << 21, (StoredArray((64, 128), 32768, "dot_general", "params/dense"),))
+PREDICTED = MemoryTimeline(
+    100,
+    ("dot_general", "tanh", "dot_general", "add"),
+    ("forward", "forward", "backward", "other"),
+    (
+        StoredSpan(StoredArray((10,), 40, "dot_general", "params/dense"), 0, 3),
+        StoredSpan(StoredArray((5,), 20, "tanh", "params/out"), 1, 4),
+    ),
+)
+COMPILED = dataclasses.replace(PREDICTED, argument_bytes=90, set_aside_bytes=64)
+TIMELINES = MemoryTimelines("train_step", PREDICTED, COMPILED)
 TIME = StepTime(
     2e-3,
     1.5e-3,
@@ -94,13 +108,17 @@ def colours(page):
             ["a step takes at least 2.00 ms", "dot_general", "over data, model, 4.0 KiB", "published peaks"],
         ),
         (lambda: MEMORY, ["peak, estimated", "1.5 MiB", "params/dense"]),
+        (
+            lambda: TIMELINES,
+            ["predicted: 160 B at the peak", "compiled: 150 B", "dot_general", "params/dense", "forward"],
+        ),
         (lambda: CALIBRATION, ["calibration of cpu", "all_reduce", "latency"]),
         (lambda: searched(100.0), ["proven best", "least cost proven", "0, 0"]),
         (lambda: searched(10.0), ["nothing fits, which is proven", "second layer", "HBM of 10 bytes"]),
     ],
     ids=[
         *("plan", "report", "profile", "advice", "simulation", "timeline", "wrong", "verified"),
-        *("time", "memory", "calibration", "search", "nothing fits"),
+        *("time", "memory", "memory timeline", "calibration", "search", "nothing fits"),
     ],
 )
 def test_a_page_as_a_person_sees_it(make, words, browser, tmp_path):

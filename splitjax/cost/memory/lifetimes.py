@@ -12,13 +12,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import Storage
+from splitjax import _compat
+from splitjax.cost.memory.buffers import Schedule, Storage
 from splitjax.cost.memory.compilers import compiler_of
 from splitjax.cost.memory.layers import Layers
-from splitjax.cost.memory.program import Split
+from splitjax.cost.memory.moments import MemoryTimeline, StoredSpan, passes_of
+from splitjax.cost.memory.program import Program, Split
 from splitjax.cost.memory.reading import read
 from splitjax.cost.memory.spreading import spread
-from splitjax.cost.memory.timeline import combined, peak_of
+from splitjax.cost.memory.timeline import combined, peak_of, spans_of
 from splitjax.display import registry
 from splitjax.plan import StoredArray
 
@@ -26,6 +28,8 @@ from splitjax.plan import StoredArray
 # `python -m benchmarks planner` does not hold out.
 BOUND_FACTOR = 1.305
 _NUM_ALIVE = 60
+# So many arrays of a timeline have their layers, the largest.
+_NUM_NAMED = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,60 @@ class PlacedProgram:
 
 def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
     """Predicts what a program needs of a device's memory. `placed`: the program."""
+    simulated = _simulated(placed)
+    sizes = simulated.storage.sizes
+    likely = peak_of(simulated.schedule, sizes, simulated.free)
+    most = peak_of(simulated.schedule, sizes, simulated.free, careful=True)
+    alive = [simulated.array(value) for value in likely.alive[:_NUM_ALIVE]]
+    held = simulated.argument_bytes
+    return ProgramMemory(held, likely.num_bytes, held + round(BOUND_FACTOR * most.num_bytes), tuple(alive))
+
+
+def predict_timeline(placed: PlacedProgram) -> MemoryTimeline:
+    """Predicts what a device stores at each moment of a program, whose peak is what `predict_program_memory` expects.
+    The largest arrays have their layers. `placed`: the program."""
+    simulated = _simulated(placed)
+    storage = simulated.storage
+    spans = spans_of(simulated.schedule, storage.sizes, simulated.free)
+    buffers = sorted(spans.buffers, key=lambda span: -storage.sizes[span[0]])
+    named = [simulated.array(value, named=number < _NUM_NAMED) for number, (value, _, _) in enumerate(buffers)]
+    makers = [storage.makers.get(step.writes[0]) if step.writes else None for step in spans.steps]
+    scopes = ["" if maker is None else "/".join(_compat.name_stacks(maker.origin)) for maker in makers]
+    return MemoryTimeline(
+        simulated.argument_bytes,
+        tuple(step.name for step in spans.steps),
+        # What compilers add has no equation, and lies between others; an equation without scopes is of no pass.
+        passes_of(
+            scope or ("" if maker is None or not maker.origin else "step")
+            for scope, maker in zip(scopes, makers, strict=True)
+        ),
+        tuple(StoredSpan(array, start, end) for array, (_, start, end) in zip(named, buffers, strict=True)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Simulated:
+    """Holds a program as it is simulated: what is stored, the steps in program order, and `free`, the buffers that are
+    counted with the arguments."""
+
+    program: Program
+    storage: Storage
+    schedule: Schedule
+    free: set[int]
+    layers: Layers
+
+    @property
+    def argument_bytes(self) -> int:
+        return sum(self.storage.sizes[value] for value in self.program.body.inputs)
+
+    def array(self, value: int, named: bool = True) -> StoredArray:
+        """Describes a stored value, with its layer where it is to be `named`."""
+        layer = self.layers.of(value) if named else ""
+        storage = self.storage
+        return StoredArray(self.program.shapes[value], storage.sizes[value], storage.maker_of(value), layer)
+
+
+def _simulated(placed: PlacedProgram) -> _Simulated:
     program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
     spread(program)
     compiler = compiler_of(placed.platform)
@@ -91,12 +149,5 @@ def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
     schedule = combined(schedule, storage.sizes, compiler.combines_bytes)
     arguments, outputs = program.body.inputs, program.body.outputs
     free = {*arguments, *(storage.root_of(outputs[result]) for result in placed.donated)}
-    likely = peak_of(schedule, storage.sizes, free)
-    most = peak_of(schedule, storage.sizes, free, careful=True)
-    held = sum(storage.sizes[value] for value in arguments)
     layers = Layers(storage.makers, dict(zip(arguments, placed.paths, strict=False)), placed.layers)
-    alive = [
-        StoredArray(program.shapes[value], storage.sizes[value], storage.maker_of(value), layers.of(value))
-        for value in likely.alive[:_NUM_ALIVE]
-    ]
-    return ProgramMemory(held, likely.num_bytes, held + round(BOUND_FACTOR * most.num_bytes), tuple(alive))
+    return _Simulated(program, storage, schedule, free, layers)

@@ -8,7 +8,7 @@ the order, and which all-reduces it made one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.cost.memory.buffers import Schedule, Step
 
@@ -149,61 +149,110 @@ def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], carefu
     orders = [depth_first(steps, sizes, schedule.outputs)]
     if careful:
         orders.append(list(range(len(steps))))
-    peaks = [_peak_in_order(schedule, order, sizes, inner, free, careful) for order in orders]
+    peaks = [_peak_in_order(_Run(schedule, order, sizes, free, careful), inner) for order in orders]
     return max(peaks, key=lambda peak: peak.num_bytes)
 
 
 def _inside(step: Step, sizes: Mapping[int, int], careful: bool) -> Peak:
     """Returns what the loop or the branches of a step store besides what is stored outside."""
-    peaks = []
-    for inside in step.inside:
-        written = {b for each in inside.steps for b in each.writes}
-        outside = {b for each in inside.steps for b in each.reads if b not in written}
-        free = outside | {before for before, _ in inside.carry} | set(step.writes)
-        peaks.append(peak_of(inside, sizes, free, careful))
+    peaks = [peak_of(inside, sizes, counted_outside(step, inside), careful) for inside in step.inside]
     return max(peaks, key=lambda peak: peak.num_bytes, default=Peak(0, ()))
 
 
-def _peak_in_order(
-    schedule: Schedule,
-    order: Sequence[int],
-    sizes: Mapping[int, int],
-    inner: Sequence[Peak],
-    free: set[int],
-    careful: bool,
-) -> Peak:
-    """Returns the peak where the steps run in this `order`. `inner`: by step, what it stores inside."""
-    steps, last = schedule.steps, {}
-    for place, i in enumerate(order):
-        last.update(dict.fromkeys(steps[i].reads, place))
-        for b in steps[i].writes:
-            last.setdefault(b, place)
-    last.update(dict.fromkeys(schedule.outputs, len(order)))
-    ends: dict[int, list[int]] = {}
-    for b, place in last.items():
-        ends.setdefault(place, []).append(b)
-    over = {after: before for before, after in schedule.carry}
-    stored = most = 0
-    live: set[int] = set()
-    alive: tuple[int, ...] = ()
-    for place, i in enumerate(order):
-        step = steps[i]
-        dying = [b for b in ends.get(place, ()) if b in live and b not in step.writes]
-        before = stored
-        for b in step.writes:
-            # What a loop hands on takes the place of what came in, where nothing reads that any more.
-            if b in free or b in live or last.get(over.get(b, -1), len(order) + 1) <= place:
-                continue
-            live.add(b)
-            stored += sizes[b]
-        shared = 0
-        if step.shares and not careful and stored > before:
-            shared = max((sizes[b] for b in dying if sizes[b] == sizes[step.writes[0]]), default=0)
-        if stored - shared + inner[i].num_bytes > most:
-            most = stored - shared + inner[i].num_bytes
+def counted_outside(step: Step, inside: Schedule) -> set[int]:
+    """Returns the buffers of a schedule `inside` a loop or branch, `step`, that are counted where that stands."""
+    written = {b for each in inside.steps for b in each.writes}
+    outside = {b for each in inside.steps for b in each.reads if b not in written}
+    return outside | {before for before, _ in inside.carry} | set(step.writes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Holds a schedule whose steps run in this `order`; the others as for `peak_of`."""
+
+    schedule: Schedule
+    order: Sequence[int]
+    sizes: Mapping[int, int]
+    free: set[int]
+    careful: bool = False
+
+    def moments(self) -> Iterator[tuple[int, set[int], int, int | None]]:
+        """Yields for every step in turn (its number, the buffers that are stored while it runs, their bytes, the one
+        among them that it writes over, which is not counted in these). The set changes with the next moment."""
+        schedule, sizes = self.schedule, self.sizes
+        steps, last = schedule.steps, {}
+        for place, i in enumerate(self.order):
+            last.update(dict.fromkeys(steps[i].reads, place))
+            for b in steps[i].writes:
+                last.setdefault(b, place)
+        last.update(dict.fromkeys(schedule.outputs, len(self.order)))
+        ends: dict[int, list[int]] = {}
+        for b, place in last.items():
+            ends.setdefault(place, []).append(b)
+        over = {after: before for before, after in schedule.carry}
+        stored = 0
+        live: set[int] = set()
+        for place, i in enumerate(self.order):
+            step = steps[i]
+            dying = [b for b in ends.get(place, ()) if b in live and b not in step.writes]
+            before = stored
+            for b in step.writes:
+                # What a loop hands on takes the place of what came in, where nothing reads that any more.
+                if b in self.free or b in live or last.get(over.get(b, -1), len(self.order) + 1) <= place:
+                    continue
+                live.add(b)
+                stored += sizes[b]
+            shared = None
+            if step.shares and not self.careful and stored > before:
+                shared = next((b for b in dying if sizes[b] == sizes[step.writes[0]]), None)
+            yield i, live, stored - (0 if shared is None else sizes[shared]), shared
+            for b in ends.get(place, ()):
+                if b in live:
+                    live.discard(b)
+                    stored -= sizes[b]
+
+
+def _peak_in_order(run: _Run, inner: Sequence[Peak]) -> Peak:
+    """Returns the peak of a run. `inner`: by step, what it stores inside."""
+    most, alive = 0, tuple[int, ...]()
+    for i, live, stored, _ in run.moments():
+        if stored + inner[i].num_bytes > most:
+            most = stored + inner[i].num_bytes
             alive = (*live, *inner[i].alive)
-        for b in ends.get(place, ()):
-            if b in live:
-                live.discard(b)
-                stored -= sizes[b]
-    return Peak(most, tuple(sorted(alive, key=sizes.__getitem__, reverse=True)))
+    return Peak(most, tuple(sorted(alive, key=run.sizes.__getitem__, reverse=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """Holds what is stored when: the steps in the order in which they run, those of a loop's body once and of branches
+    those that store most, and (buffer, first moment, moment behind the last) of every buffer."""
+
+    steps: tuple[Step, ...]
+    buffers: tuple[tuple[int, int, int], ...]
+
+
+def spans_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int]) -> Spans:
+    """Returns from when to when each buffer is stored, in the order that `peak_of` takes where it is not careful: the
+    most bytes at a moment are its peak. A buffer that a step writes over ends before it. The arguments are its."""
+    steps: list[Step] = []
+    buffers: list[tuple[int, int, int]] = []
+    _add_spans(_Run(schedule, depth_first(schedule.steps, sizes, schedule.outputs), sizes, free), steps, buffers)
+    return Spans(tuple(steps), tuple(buffers))
+
+
+def _add_spans(run: _Run, steps: list[Step], buffers: list[tuple[int, int, int]]) -> None:
+    """Adds the steps and buffers of a run behind others."""
+    begun: dict[int, int] = {}
+    sizes = run.sizes
+    for i, live, _, shared in run.moments():
+        step, now = run.schedule.steps[i], len(steps)
+        for b in [b for b in begun if b not in live or b == shared]:
+            buffers.append((b, begun.pop(b), now))
+        begun |= {b: now for b in live if b not in begun and b != shared}
+        if step.inside:
+            inside = max(step.inside, key=lambda each: peak_of(each, sizes, counted_outside(step, each)).num_bytes)
+            order = depth_first(inside.steps, sizes, inside.outputs)
+            _add_spans(_Run(inside, order, sizes, counted_outside(step, inside)), steps, buffers)
+        if len(steps) == now:
+            steps.append(step)
+    buffers += [(b, start, len(steps)) for b, start in begun.items()]

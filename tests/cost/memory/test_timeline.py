@@ -6,7 +6,7 @@ import itertools
 import random
 
 from splitjax.cost.memory.buffers import Schedule, Step
-from splitjax.cost.memory.timeline import combine, depth_first, peak_of
+from splitjax.cost.memory.timeline import combine, depth_first, peak_of, spans_of
 
 NO_LIMIT = 2**60
 
@@ -73,3 +73,44 @@ def test_every_order_writes_before_it_reads_and_loses_no_step():
                 assert written.issuperset(schedule.steps[i].reads)
                 written.update(schedule.steps[i].writes)
             assert len(written) == 30
+
+
+def stored(spans, sizes):
+    """The bytes at each moment."""
+    return [sum(sizes[b] for b, start, end in spans.buffers if start <= k < end) for k in range(len(spans.steps))]
+
+
+def test_spans_say_from_when_to_when_a_buffer_is_stored():
+    steps = [Step("a", [], [1]), Step("b", [1], [2]), Step("c", [2], [3]), Step("d", [1, 3], [4])]
+    sizes = {1: 10, 2: 100, 3: 1, 4: 5}
+    spans = spans_of(Schedule(steps, [4], []), sizes, set())
+    assert sorted(spans.buffers) == [(1, 0, 4), (2, 1, 3), (3, 2, 4), (4, 3, 4)]
+    assert [step.name for step in spans.steps] == ["a", "b", "c", "d"]
+    assert stored(spans, sizes) == [10, 110, 111, 16]
+
+
+def test_what_is_written_over_ends_there():
+    steps = [Step("a", [], [1]), Step("add", [1], [2], shares=True)]
+    assert sorted(spans_of(Schedule(steps, [2], []), {1: 8, 2: 8}, set()).buffers) == [(1, 0, 1), (2, 1, 2)]
+
+
+def test_the_body_of_a_loop_stands_where_the_loop_runs():
+    body = Schedule([Step("square", [10], [11]), Step("late", [10], [12])], [11], [(10, 11)])
+    steps = [Step("a", [], [1]), Step("scan", [1], [2], inside=(body,)), Step("z", [2], [3])]
+    schedule, sizes = Schedule(steps, [3], []), {1: 8, 2: 8, 3: 1, 10: 8, 11: 8, 12: 1}
+    spans = spans_of(schedule, sizes, {1})
+    assert [step.name for step in spans.steps] == ["a", "square", "late", "z"]
+    assert (2, 1, 4) in spans.buffers and (12, 2, 3) in spans.buffers
+    assert max(stored(spans, sizes)) == peak_of(schedule, sizes, {1}).num_bytes
+
+
+def test_the_most_of_the_spans_is_the_peak():
+    draws = random.Random(1)
+    for _ in range(50):
+        steps = [
+            Step(str(i), sorted({draws.randrange(i) for _ in range(2)}) if i else [], [i], shares=draws.random() < 0.5)
+            for i in range(draws.randrange(1, 14))
+        ]
+        sizes = {i: draws.choice((4, 8, 8, 16)) for i in range(len(steps))}
+        schedule = Schedule(steps, [len(steps) - 1], [])
+        assert max(stored(spans_of(schedule, sizes, set()), sizes)) == peak_of(schedule, sizes, set()).num_bytes
