@@ -53,6 +53,10 @@ class Planner(Protocol):
         """Returns the entry of the step for positional arguments."""
         ...
 
+    def agree_on_choice(self) -> None:
+        """Compares what the processes of a run chose, once. Raises `ProcessError` where that differs."""
+        ...
+
 
 def init_state(programs: Planner, init_fn: Callable[..., Any], init_args: Arguments, example: Sequence[Any]) -> Any:
     """Creates the states of a step, sharded as the plan says (`ParallelStep.init`).
@@ -69,6 +73,7 @@ def init_state(programs: Planner, init_fn: Callable[..., Any], init_args: Argume
     mesh = with_devices(programs.mesh, f"{programs.recipe.name}.init")
     stored = _as_made(made, _stored(programs, arguments))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, stored)
+    programs.agree_on_choice()
 
     def create(*args: Any) -> Any:
         # Weak types (Python numbers in the state) would make the second call another program.
@@ -109,8 +114,10 @@ def place_state(programs: Planner, states: Arguments, example: Sequence[Any]) ->
     arguments = with_states(recipe.fn, numbers, bare, example)
     programs.decide(arguments)
     with_devices(programs.mesh, f"{recipe.name}.place")
+    wanted = _stored(programs, arguments)
+    programs.agree_on_choice()
     moved = []
-    for state, stored in zip(states, _stored(programs, arguments), strict=True):
+    for state, stored in zip(states, wanted, strict=True):
         where = jax.tree.map(lambda leaf: leaf.sharding, stored)
         moved.append(name_layout(jax.tree.map(_copy_to, state, stored), where))
     return moved[0] if len(moved) == 1 else tuple(moved)

@@ -38,7 +38,8 @@ from splitjax.planning.passes import with_tables
 from splitjax.planning.pinning import pins_tables
 from splitjax.planning.sites.layout import named_sharding
 from splitjax.rules.ruleset import TO_BE_CHOSEN
-from splitjax.step.agreement import wait_for_compiled
+from splitjax.rules.writing import write_rules
+from splitjax.step.agreement import agree_on_choice, wait_for_compiled
 from splitjax.step.arguments import Bound, Signature, bind, difference, leaf_path
 from splitjax.step.options import reject_mutating_modules
 from splitjax.step.padding.stored import logical_array, logical_bound, stored_array
@@ -82,6 +83,7 @@ class StepPrograms:
         self._mesh: Mesh | AbstractMesh | None = None  # until it is first needed
         self._training = training
         self.choice: Choice | None = None
+        self._agreed = False  # whether all processes were seen to have chosen alike
         self.last: CompiledEntry | None = None
         self.compiles: list[CompileRecord] = []
         self.kept: Session = Session()
@@ -258,9 +260,20 @@ class StepPrograms:
         """Returns `args` as global arrays, and the entry that takes them, for a call in a run of several processes.
         Raises `ProcessError` where they are about to do different things."""
         entry = self.settled(self.entry(args))
+        self.agree_on_choice()
         if self._meeting(entry) is None:
             self._meetings[id(entry)] = weakref.ref(entry), entry.meet_processes(self._recipe, args)
         return entry.across_processes(self._recipe, args), entry
+
+    def agree_on_choice(self) -> None:
+        """Compares, before anything runs on a mesh of several processes, what each of them chose for the step, once.
+        Raises `ProcessError` where that differs."""
+        chooser = self if self._training is None else self._training
+        if chooser.choice is None or chooser._agreed or not with_devices(self.mesh, self._recipe.name).is_multi_process:
+            return
+        chosen = chooser.choice
+        agree_on_choice(chooser.recipe.name, f"{chosen.mesh}\n{write_rules(chosen.rules)}")
+        chooser._agreed = True
 
     def _meeting(self, entry: CompiledEntry) -> str | None:
         """Where the processes met about `entry`; None where they have not."""

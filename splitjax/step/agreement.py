@@ -8,12 +8,13 @@ difference is an error and not a collective that never ends.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import itertools
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -92,29 +93,73 @@ def agree(name: str, plan: Plan, program: str, values: Items, timeout_seconds: f
     client: CoordinationClient | None = _compat.coordination_client()
     if client is None or jax.process_count() == 1:
         return ""
-    rank = jax.process_index()
-    items = [("plan", plan.digest[:16]), ("program", hashlib.sha256(program.encode()).hexdigest()[:16]), *values]
-    folder = _publish(client, name, rank, json.dumps(items))
-    if rank == 0:
-        client.key_value_set(f"{folder}plan", _packed(plan.to_json()))
-        client.key_value_set(f"{folder}program", _packed(program))
-    place = f"first call of {name} in process {rank}"
-    try:
-        client.wait_at_barrier(f"{folder}all", round(timeout_seconds * 1000))
-    except Exception as error:  # the runtime's own type differs by version
-        raise ProcessError(
-            f"not every process came to this call within {timeout_seconds:g} s: {str(error).splitlines()[0][:300]}",
-            place=place,
-            remedy="every process must call the same steps in the same order; see what the others do or wait for",
-        ) from error
-    entries = client.key_value_dir_get(f"{folder}items/")
-    items_of = _items_of(entries, place)
-    for process in sorted(items_of):
-        what = _first_difference(items_of[0], items_of[process])
-        if what is not None:
-            detail = _detail(client, folder, what, plan, program) if rank == process else ""
-            raise ProcessError(_sentence(what, process) + detail, value=what, place=place, remedy=_remedy(what))
-    return folder
+    items = [("plan", plan.digest[:16]), ("program", _digest(program)), *values]
+    texts = {"plan": plan.to_json(), "program": program}
+    place = f"first call of {name} in process {jax.process_index()}"
+    meeting = _Meeting(client, name, place, timeout_seconds)
+    return meeting.compare(items, texts, lambda folder, what: _detail(client, folder, what, plan, program))
+
+
+def agree_on_choice(name: str, choice: str, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Compares what this process chose as mesh and rules of a step with what the other processes of the run did, before
+    anything runs on that mesh: on different ones they would wait for each other forever.
+
+    **Arguments:** `name`: of the step. `choice`: the mesh and the rules, as text. `timeout_seconds`: as for `agree`.
+
+    Raises `ProcessError`, in every process, where they differ, or where some process did not come in time."""
+    client: CoordinationClient | None = _compat.coordination_client()
+    if client is None or jax.process_count() == 1:
+        return
+    place = f"choice of mesh and rules of {name} in process {jax.process_index()}"
+    meeting = _Meeting(client, f"{name}/choice", place, timeout_seconds)
+    meeting.compare(
+        [("choice", _digest(choice))],
+        {"choice": choice},
+        lambda folder, _: _first_line(_unpacked(client.blocking_key_value_get(f"{folder}choice", 10_000)), choice),
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """Is where the processes of a run compare what they are about to do. `client`: of the coordination service. `name`:
+    under which they meet. `place`: of errors. `timeout_seconds`: how long the others may take."""
+
+    client: CoordinationClient
+    name: str
+    place: str
+    timeout_seconds: float
+
+    def compare(self, items: Items, texts: Mapping[str, str], detail: Callable[[str, str], str]) -> str:
+        """Compares `items`, and returns the folder in which the processes met.
+
+        **Arguments:** `texts`: by name of an item, what process 0 lets the others read of it. `detail`: the end of the
+        sentence about an item that differs, by the folder and its name.
+
+        Raises `ProcessError` for the first difference, and where not all come in time."""
+        rank, client, place = jax.process_index(), self.client, self.place
+        folder = _publish(client, self.name, rank, json.dumps(items))
+        for what, text in texts.items() if rank == 0 else ():
+            client.key_value_set(f"{folder}{what}", _packed(text))
+        try:
+            client.wait_at_barrier(f"{folder}all", round(self.timeout_seconds * 1000))
+        except Exception as error:  # the runtime's own type differs by version
+            raise ProcessError(
+                f"not every process came to this call within {self.timeout_seconds:g} s:"
+                f" {str(error).splitlines()[0][:300]}",
+                place=place,
+                remedy="every process must call the same steps in the same order; see what the others do or wait for",
+            ) from error
+        items_of = _items_of(client.key_value_dir_get(f"{folder}items/"), place)
+        for process in sorted(items_of):
+            what = _first_difference(items_of[0], items_of[process])
+            if what is not None:
+                end = detail(folder, what) if rank == process else ""
+                raise ProcessError(_sentence(what, process) + end, value=what, place=place, remedy=_remedy(what))
+        return folder
 
 
 def wait_for_compiled(meeting: str, name: str, program: str) -> None:
@@ -190,27 +235,46 @@ def _packed(text: str) -> str:
 
 def _detail(client: CoordinationClient, folder: str, what: str, plan: Plan, program: str) -> str:
     """Describes the first difference from process 0's plan or program, as the end of a sentence."""
-    packed = client.blocking_key_value_get(f"{folder}{what}", 10_000) if what in ("plan", "program") else ""
-    if not packed:
-        return ""
-    try:
-        text = zlib.decompressobj().decompress(base64.b85decode(packed), _UNPACKED_LIMIT).decode()
-    except (ValueError, zlib.error):
+    text = _unpacked(client.blocking_key_value_get(f"{folder}{what}", 10_000)) if what in ("plan", "program") else ""
+    if not text:
         return ""
     if what == "plan":
         return "".join(f": {difference}" for difference in Plan.from_json(text).diff(plan)[:1])
-    pairs = itertools.zip_longest(text.splitlines(), program.splitlines(), fillvalue="nothing")
-    here, there = next(pair for pair in pairs if pair[0] != pair[1])
-    return f": {here.strip()[:200]!r} there, {there.strip()[:200]!r} here"
+    return _first_line(text, program)
+
+
+def _unpacked(packed: str) -> str:
+    """Returns a text that `_packed` gave; empty for anything else."""
+    try:
+        return zlib.decompressobj().decompress(base64.b85decode(packed), _UNPACKED_LIMIT).decode()
+    except (ValueError, zlib.error):
+        return ""
+
+
+def _first_line(first: str, own: str) -> str:
+    """Returns in which line process 0's text and this process's `own` differ, as the end of a sentence; empty where the
+    former is not known."""
+    if not first:
+        return ""
+    pairs = itertools.zip_longest(first.splitlines(), own.splitlines(), fillvalue="nothing")
+    there, here = next(pair for pair in pairs if pair[0] != pair[1])
+    return f": {there.strip()[:200]!r} there, {here.strip()[:200]!r} here"
 
 
 def _sentence(what: str, process: int) -> str:
+    if what == "choice":
+        return f"process {process} chose another mesh or other rules for this step than process 0"
     if what in ("plan", "program"):
         return f"process {process} made another {what} of this step than process 0"
     return f"process {process} passes another value of {what!r} than process 0"
 
 
 def _remedy(what: str) -> str:
+    if what == "choice":
+        return (
+            "give every process the same step, options, calibration and versions, from which all choose alike; or say"
+            " mesh and rules yourself"
+        )
     if what == "plan":
         return "give every process the same mesh, rules, model and versions"
     if what == "program":
