@@ -51,6 +51,7 @@ class PurposeKind(enum.StrEnum):
     COLUMNS_COTANGENT = "columns_cotangent"  # sums the input's cotangent over the columns of a column-split layer
     ROWS_OUTPUT = "rows_output"  # sums partial outputs of a row-split layer, which all its devices then have
     ROWS_COTANGENT = "rows_cotangent"  # gathers the input's cotangent, of which a row-split layer gives parts
+    REDUCED_FEATURES = "reduced_features"  # reduces the columns that each device has of a column-split output
 
     # Experts, of which each device has some.
     TO_EXPERTS = "to_experts"  # takes tokens to the device of their expert
@@ -91,6 +92,7 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.COLUMNS_COTANGENT: "{phase}: input cotangent of a column-split layer, summed over its columns",
     PurposeKind.ROWS_OUTPUT: "{phase}: partial outputs of a row-split layer",
     PurposeKind.ROWS_COTANGENT: "{phase}: input cotangent of a row-split layer, whole features",
+    PurposeKind.REDUCED_FEATURES: "{phase}: reduced columns of a column-split output",
     PurposeKind.TO_EXPERTS: "{phase}: tokens travel to their experts",
     PurposeKind.TO_EXPERTS_COTANGENT: "{phase}: token cotangents return",
     PurposeKind.FROM_EXPERTS: "{phase}: experts' results return",

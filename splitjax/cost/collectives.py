@@ -16,13 +16,13 @@ bytes (the tests hold the sum of the prediction against this formula):
   section 3): the fourth;
 - beside the formula, split dims that a Fourier transform needs whole (`cost.transforms`).
 
-An output that no later layer reads stays as it is: the loss is computed where it lies. Not predicted: what XLA makes of
-ragged products, which it does not divide (`planning.sites.ragged`); and, because small:
-scalars and per-example sums, norms and batch-norm statistics, ids. What rematerialisation repeats is sent once more,
-in the backward pass. Where the
-collectives are left to XLA (no gradient boundary, or not a plain product: see `planning.sites.exchange`), compilers
-write an all-reduce for each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input
-(q, k, v) where one of the sum would do, and keep a gathered weight from the forward for the backward pass.
+An output that no later layer reads stays as it is: the loss is computed where it lies, and what it reduces of split
+columns is sent for each example. Not predicted: what XLA makes of ragged products, which it does not divide
+(`planning.sites.ragged`); and, because small: scalars, norms and batch-norm statistics, ids. What rematerialisation
+repeats is sent once more, in the backward pass. Where the collectives are left to XLA (no gradient boundary, or not a
+plain product: see `planning.sites.exchange`), compilers write an all-reduce for each reduce-scatter (twice the bytes),
+one per cotangent for several layers that read one input (q, k, v) where one of the sum would do, and keep a gathered
+weight from the forward for the backward pass.
 """
 
 from __future__ import annotations
@@ -137,6 +137,9 @@ def _activations(
         yield from _sent_as((*entering, *_again(entering, use.reread)), use.data_dtype, widens)
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
     yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
+    for each in flow.reduced:
+        event = each.op, flow.free, each.num_bytes, _forward(Kind.REDUCED_FEATURES)
+        yield from _sent_as((event, *_again((event,), each.repeated)), each.dtype, widens)
 
 
 def _sent_as(events: Iterable[Event], dtype: str, widens: bool) -> Iterator[Event]:

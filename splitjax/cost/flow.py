@@ -14,14 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
-from splitjax.trace.graph import Graph, Leaf, Use
+from splitjax.trace.graph import Graph, Leaf, Reduction, Use
 
 Axes = tuple[str, ...]
 _ROLES = ("contracted", "free", "stacked", "whole")
@@ -52,6 +52,7 @@ class WeightFlow:
       projection those of query, key and value.
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
+    - `reduced`: what reductions over the columns of its output send, where these stay split behind it.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
     """
@@ -70,11 +71,26 @@ class WeightFlow:
     same_input: int | None
     at_hand: bool = False
     producers: tuple[int, ...] = ()
+    reduced: tuple[Reduced, ...] = ()
 
     @property
     def axes(self) -> Axes:
         """Returns all axes over which the weight stays split while it is used."""
         return (*self.contracted, *self.free, *self.stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Says what a reduction over columns that devices have parts of sends.
+
+    - `op`: the collective. `num_bytes`: what its formula takes. `dtype`: of what is sent.
+    - `repeated`: how often rematerialisation repeats it.
+    """
+
+    op: str
+    num_bytes: int
+    dtype: str
+    repeated: int
 
 
 def used_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
@@ -105,6 +121,7 @@ class UseLinks:
       the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
     - `producer`, `consumer`, `producers`: as for `WeightFlow`.
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
+    - `reductions`: those over the columns of its output, where its weight has one dim of these.
     """
 
     use: Use
@@ -117,6 +134,7 @@ class UseLinks:
     consumer: int | None
     same_value: tuple[int, ...]
     producers: tuple[int, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -130,6 +148,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
     consumers = _first_readers(reads, writes)
+    reductions = _reductions(graph, uses, roles, writes)
     last_writer: dict[int, int] = {}
     writers: dict[int, list[int]] = {}
     read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
@@ -154,6 +173,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),
+                reductions=tuple(reductions.get(i, ())),
             )
         )
         for label in writes[i]:
@@ -165,6 +185,19 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
         for value in alike:
             readers.setdefault(value, []).append(i)
     return tuple(links)
+
+
+def _reductions(
+    graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]], writes: Sequence[frozenset[int]]
+) -> dict[int, list[Reduction]]:
+    """Returns the reductions over columns of the last output before them, by the position of its use."""
+    found: dict[int, list[Reduction]] = {}
+    for reduction in graph.reductions:
+        before = (i for i in reversed(range(len(uses))) if uses[i].site < reduction.site)
+        source = next((i for i in before if writes[i] & reduction.labels), None)
+        if source is not None and list(roles[source]).count("free") == 1:
+            found.setdefault(source, []).append(reduction)
+    return found
 
 
 def _first_readers(reads: Sequence[frozenset[int]], writes: Sequence[frozenset[int]]) -> list[int | None]:
@@ -218,6 +251,7 @@ def flow_of(
     apart = tuple(axis for axis in batch_axes if axis not in own)
     num_shares = math.prod(mesh.sizes[axis] for axis in apart)  # of the batch, in this layer
     same_input = (j for j in links.same_value if split_at(j)[1] == free)
+    stays = bool(free) and not set(own) & set(batch_axes)  # else its output returns to the workers
     return WeightFlow(
         use,
         contracted,
@@ -238,7 +272,24 @@ def flow_of(
             for path in use.fed_by
         ),
         producers=links.producers,
+        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays else (),
     )
+
+
+def _sent_by_reductions(links: UseLinks, num_shares: int, num_parts: int) -> Iterator[Reduced]:
+    """Yields what the reductions over the columns of a use's output send.
+
+    **Arguments:** `links`: of the use. `num_shares`: the parts of the batch. `num_parts`: the parts of the columns.
+
+    XLA all-reduces the devices' results; of the place of a maximum it gathers their maxima and places."""
+    for each in links.reductions:
+        if each.primitive in ("argmax", "argmin"):
+            for dtype in (each.operand_dtype, each.dtype):
+                num_bytes = num_parts * _num_bytes(each.shape, dtype) * each.trips // num_shares
+                yield Reduced("all_gather", num_bytes, dtype, each.repeated)
+        else:
+            num_bytes = _num_bytes(each.shape, each.dtype) * each.trips // num_shares
+            yield Reduced("all_reduce", num_bytes, each.dtype, each.repeated)
 
 
 def flows(

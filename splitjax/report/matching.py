@@ -159,8 +159,15 @@ def _is_gradient_of_layer(compiled: Evidence, planned: Collective, step: Step) -
 def _is_activation(compiled: Evidence, planned: Collective, step: Step) -> bool:
     sums = compiled.collective.op in SUMS
     carries = bool(compiled.collective.shape) and (not sums or _carries(primitive(compiled.op_name)))
-    moves = compiled.about in (VALUE, WEIGHT) and about(planned.purpose) == VALUE
+    is_exchange = about(planned.purpose) == VALUE and planned.purpose.kind != PurposeKind.REDUCED_FEATURES
+    moves = compiled.about in (VALUE, WEIGHT) and is_exchange
     return moves and compiled.phase == planned.purpose.phase and carries
+
+
+def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both reduce split columns to a value for each example."""
+    of_value = compiled.about == VALUE and compiled.phase in (planned.purpose.phase, UPDATE)
+    return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
 
 
 def _carries(name: str) -> bool:
@@ -238,6 +245,8 @@ _ROUNDS_BY_LEAF = (
     (_all(_is_gradient_of_layer, _in_layer, _is_same_operation), _nothing),
 )
 _ROUNDS_OF_ACTIVATIONS = (
+    (_all(_is_reduction, _is_alike, _in_layer), _nothing),
+    (_all(_is_reduction, _is_alike), _nothing),
     (_all(_is_activation, _has_same_size, _in_layer), _nothing),
     (_all(_is_activation, _is_alike, _has_layer), _distance),
     (_all(_is_activation, _has_same_size, _has_same_axis, _has_layer, _is_near), _distance),

@@ -164,6 +164,27 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reduction:
+    """Describes an operation of the forward computation that reduces dims of activations, or looks one place of a dim
+    up, and leaves a value for each example.
+
+    - `primitive`: its name. `site`: of the operation.
+    - `labels`: the local labels of the leading atoms of the dims that it reduces.
+    - `shape`: of the result. `operand_dtype`, `dtype`: of what it reads, and of its result.
+    - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
+    """
+
+    primitive: str
+    site: tuple[int, ...]
+    labels: frozenset[int]
+    shape: tuple[int, ...]
+    operand_dtype: str
+    dtype: str
+    trips: int
+    repeated: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Gradient:
     """Describes a result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a
     cast).
@@ -269,6 +290,7 @@ class Graph:
     - `suspects`: operations that XLA's partitioner may compute wrongly, in program order.
     - `gradients`: gradients of parameters, by every boundary.
     - `spreads`: where parameters meet every example alike, in program order.
+    - `reductions`: of activations, with a result for each example, in program order.
     - `tables`: parameters that rows are looked up in.
     - `scanned`: what loops around the gradient read turn by turn and holds examples.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
@@ -295,6 +317,7 @@ class Graph:
     suspects: tuple[Suspect, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     spreads: tuple[Spread, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
     tables: tuple[LookupTable, ...] = ()
     scanned: tuple[ScannedBatch, ...] = ()
     foreign: tuple[ForeignCall, ...] = ()

@@ -230,3 +230,35 @@ def test_whole_biases_of_gates_are_summed_as_one_that_is_split(mesh):
         {f"{gate}/b" for gate in "fgio"},
         {f"{gate}/w" for gate in "fgio"},
     ]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "rematerialised"])
+def test_what_a_loss_reduces_of_split_classes_is_planned(again):
+    """A maximum, a sum and a lookup are all-reduced by example; the likeliest class is gathered with its score."""
+
+    def loss_fn(params, batch):
+        def losses(hidden):
+            logits = hidden @ params["last"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]), logits.argmax(-1)
+
+        each, likeliest = (jax.checkpoint(losses) if again else losses)(jnp.tanh(batch["x"] @ params["first"]))
+        return each.mean() + 0.0 * (likeliest == batch["y"]).mean()
+
+    params = {"first": (12, 16), "last": (16, 20)}
+    columns = splitjax.Rule("columns", path="last", shard=[{"out": "model"}])
+    rules = splitjax.RuleSet("one", (columns, splitjax.Rule("rest", path="**", shard=[])), replicated_batch="data")
+
+    def step(params, batch):
+        loss, grads = splitjax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), loss
+
+    shape = lambda sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)
+    arguments = {name: shape(sizes) for name, sizes in params.items()}, {"x": shape((16, 12)), "y": shape((16,), jnp.int32)}
+    parallel_step = splitjax.parallelize(step, mesh=MESH, rules=rules)
+    report, plan = parallel_step.report(*arguments), parallel_step.plan(*arguments)
+    planned = [one for one in plan.collectives if one.purpose.kind == PurposeKind.REDUCED_FEATURES]
+    a_value_each = 8 * 4  # a device's examples, four bytes
+    summed, gathered = ("all_reduce", 2 * 3 * a_value_each // 4), ("all_gather", 3 * a_value_each)
+    forward = [(one.op, one.bytes) for one in planned if one.purpose.phase == "forward"]
+    assert sorted(forward) == sorted([summed] * 3 + [gathered] * 2)
+    assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
