@@ -214,7 +214,8 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
     @_compat.outside_mesh
     def time(self, *args: Any, on: On, **kwargs: Any) -> StepTime:
         """How long the step takes for these arguments (arrays or `ShapeDtypeStruct`s), predicted before it is compiled:
-        in all, and by operation and collective, with what of these goes on while the devices compute.
+        in all, by operation and collective, with what of these goes on while the devices compute, and by layer, beside
+        the bytes that a device holds for each.
 
         **Arguments:** `on`: the machine: what `splitjax calibrate` wrote (a `Calibration`, or the path of its file), or
         a target (`"tpu:v5e:4x4"`), whose published peaks make it a lower bound rather than an estimate (docs/time.md).
@@ -224,7 +225,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         from splitjax.compile.time import program_time  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
-        return program_time(self._recipe, self._programs.entry(args), on)
+        return program_time(self._recipe, self._programs.entry(args), on, layered=True)
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...

@@ -7,7 +7,8 @@ import pathlib
 
 from rich.console import Console
 
-from splitjax.cli._model_command import ModelCommand
+from splitjax import display
+from splitjax.cli._model_command import ModelCommand, Page
 from splitjax.cli._options import OptionValueError, SizeText, parse_bytes
 from splitjax.cli._output import write_file, write_json
 from splitjax.machines import parse_target
@@ -67,11 +68,12 @@ class ShowPlan(ModelCommand):
             plan = planned.step.plan(*planned.arguments)
             shown = plan if self.explain is None else plan.explain(self.explain, self.machine)
             asked = self.memory_timeline and self.explain is None
-            also = [planned.step.memory_timeline(*planned.arguments, compiled=False)] if asked else []
+            also: list[Page] = [planned.step.memory_timeline(*planned.arguments, compiled=False)] if asked else []
+            if self.target is not None and self.explain is None:
+                time = display.document(planned.step.time(*planned.arguments, on=self.target))
+                assert time is not None, "predicted times are registered"
+                also.append(display.Shown(dataclasses.replace(time, title=f"time on {self.target}")))
         self.show(console, planned, shown, "plan", also)
-        if self.target is not None and self.explain is None:
-            time = planned.step.time(*planned.arguments, on=self.target)
-            console.print(f"\ntime on {self.target}\n{time}", highlight=False, markup=False)
         write_json(self.json, plan.to_json(), console, "plan")
         if self.svg is not None:
             from splitjax.report.plan.picture import plan_svg

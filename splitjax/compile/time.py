@@ -11,7 +11,8 @@ import os
 
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.memory import placed_program
-from splitjax.cost.time import Machine, StepTime, predict_time
+from splitjax.cost.memory.lifetimes import PlacedProgram, predict_timeline
+from splitjax.cost.time import LayerCost, Machine, StepTime, predict_time
 from splitjax.errors import CalibrationError
 from splitjax.machines import Target, parse_target
 from splitjax.machines.calibration import Calibration
@@ -20,12 +21,12 @@ from splitjax.machines.calibration import Calibration
 On = Calibration | Target | str | os.PathLike[str]
 
 
-def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
+def program_time(recipe: Recipe, entry: CompiledEntry, on: On, layered: bool = False) -> StepTime:
     """Predicts the time of the program that runs once the warm-up of partial backpropagation is over, or at once where
     there is none.
 
     **Arguments:** `recipe`: the step. `entry`: a signature of it. `on`: the machine: a calibration or the path of its
-    file, or a target or its text.
+    file, or a target or its text. `layered`: whether to say what each layer costs, too.
 
     Raises `CalibrationError` for what is no machine and for a file that cannot be read, `TargetError` for a target
     that does not fit the mesh, `UnavailableError` for a step that runs as several programs, one a worker. A calibration
@@ -34,7 +35,34 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On) -> StepTime:
     machine = _machine(on, dict(mesh.axes), f"{recipe.name}.time(on=)")
     # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices.
     placed = dataclasses.replace(placed_program(recipe, entry, "time"), platform=machine.platform)
-    return predict_time(placed, machine)
+    time = predict_time(placed, machine, layered)
+    return dataclasses.replace(time, layers=_with_bytes(time.layers, placed, entry)) if layered else time
+
+
+def _with_bytes(layers: tuple[LayerCost, ...], placed: PlacedProgram, entry: CompiledEntry) -> tuple[LayerCost, ...]:
+    """Returns what layers cost with the bytes that a device holds for each, the one that takes longest first. What was
+    named after a parameter, or what follows one, counts for its layer."""
+    owners = {path: layer.name for layer in entry.plan.layers for path in layer.params}
+    owners |= {leaf.path: owners[leaf.follows] for leaf in entry.graph.leaves if leaf.follows in owners}
+    known = {layer.name for layer in entry.plan.layers}
+    found: dict[str, LayerCost] = {}
+
+    def add(name: str, more: LayerCost) -> None:
+        name = name if name in known else owners.get(name, "")
+        have = found.get(name, LayerCost(name, 0.0, 0.0))
+        found[name] = LayerCost(
+            name, have.seconds + more.seconds, have.sent_bytes + more.sent_bytes,
+            have.state_bytes + more.state_bytes, have.stored_bytes + more.stored_bytes,
+        )  # fmt: skip
+
+    for each in layers:
+        add(each.layer, each)
+    for leaf in entry.plan.leaves:
+        if leaf.is_state:
+            add(leaf.path, LayerCost("", 0.0, 0.0, state_bytes=leaf.bytes_per_device))
+    for array in predict_timeline(placed).at_peak:
+        add(array.layer, LayerCost("", 0.0, 0.0, stored_bytes=array.num_bytes))
+    return tuple(sorted(found.values(), key=lambda each: -each.seconds))
 
 
 def _machine(on: On, sizes: dict[str, int], place: str) -> Machine:

@@ -41,7 +41,7 @@ _LONGEST_WORDS = (16, 12, 10, 8)
 _MIN_LINE = 12
 # What a long name leaves of the page for a second name and a column beside it.
 _BESIDE_NAMES = 30
-_BAR_WIDTH = 16
+_BAR_WIDTHS = (16, 10, 6)
 _FILLED, _EMPTY = "█", "░"
 # In timelines: what occupies a lane, in turn where there are more; nothing.
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
@@ -159,9 +159,14 @@ def _joined(texts: Sequence[str], width: int) -> list[str]:
 
 def _table(table: Table, width: int) -> list[list[str]]:
     """The table's lines; in several blocks where its columns do not fit side by side."""
-    cells = [[_cell(cell, position, table) for position, cell in enumerate(row)] for row in table.rows]
-    natural = [max(map(cell_len, texts)) for texts in _columns(table, cells)]
-    # Bars show what figures say: they are left out where there is no room for them.
+    # Bars show what figures say: they are shortened, and in the end left out, where there is no room for them.
+    cells: list[list[str]] = []
+    natural: list[int] = []
+    for bar_width in _BAR_WIDTHS:
+        cells = [[_cell(cell, place, table, bar_width) for place, cell in enumerate(row)] for row in table.rows]
+        natural = [max(map(cell_len, texts)) for texts in _columns(table, cells)]
+        if _total(natural) <= width:
+            break
     kept = [i for i, column in enumerate(table.columns) if column.kind != "bar" or _total(natural) <= width]
     for longest_word in _LONGEST_WORDS:
         least = _least(table, cells, longest_word, width)
@@ -241,14 +246,15 @@ def _row(texts: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -
     return lines
 
 
-def _cell(cell: str | Bar, position: int, table: Table) -> str:
-    """The text of a cell in the column at `position`; a bar is drawn relative to the longest of its column."""
+def _cell(cell: str | Bar, position: int, table: Table, bar_width: int) -> str:
+    """The text of a cell in the column at `position`; a bar is drawn relative to the longest of its column, which is
+    `bar_width` characters long."""
     if isinstance(cell, str):
         return clean(cell)
     longest = max(bar.whole for row in table.rows if isinstance(bar := row[position], Bar))
     if not cell.whole or not longest:
         return ""
-    length = max(1, round(_BAR_WIDTH * cell.whole / longest))
+    length = max(1, round(bar_width * cell.whole / longest))
     filled = round(length * cell.part / cell.whole)
     return _FILLED * filled + _EMPTY * (length - filled)
 

@@ -12,7 +12,7 @@ import pytest
 from splitjax import display, schedule
 from splitjax.cost.memory.lifetimes import ProgramMemory
 from splitjax.cost.memory.moments import MemoryTimeline, StoredSpan
-from splitjax.cost.time.prediction import StepTime, TimedPart
+from splitjax.cost.time.prediction import LayerCost, StepTime, TimedPart
 from splitjax.machines.calibration import Calibration
 from splitjax.plan import StoredArray
 from splitjax.report.memory.value import MemoryTimelines
@@ -59,6 +59,7 @@ TIME = StepTime(
         TimedPart("psum", (128,), 1e-3, 1, 0.0, 1e3, "all_reduce", ("data", "model"), 4096.0),
     ),
     True,
+    (LayerCost("params/dense", 1.9e-3, 4096.0, 2048, 1024), LayerCost("", 1e-4, 0.0)),
 )
 
 
@@ -105,7 +106,7 @@ def colours(page):
         (lambda: verification(RIGHT, sizes="given"), ["the same numbers as on one device", "given sizes"]),
         (
             lambda: TIME,
-            ["a step takes at least 2.00 ms", "dot_general", "over data, model, 4.0 KiB", "published peaks"],
+            ["a step takes at least 2.00 ms", "dot_general", "over data, model, 4.0 KiB", "3.0 KiB"],
         ),
         (lambda: MEMORY, ["peak, estimated", "1.5 MiB", "params/dense"]),
         (

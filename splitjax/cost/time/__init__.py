@@ -6,6 +6,6 @@ them together into a `StepTime`. `oracle` has the closed forms of the ParaDL Ora
 """
 
 from splitjax.cost.time.machine import Machine
-from splitjax.cost.time.prediction import StepTime, predict_time
+from splitjax.cost.time.prediction import LayerCost, StepTime, predict_time
 
-__all__ = ["Machine", "StepTime", "predict_time"]
+__all__ = ["LayerCost", "Machine", "StepTime", "predict_time"]

@@ -35,6 +35,22 @@ class TimedPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """Says what a layer costs a device in a step.
+
+    **Attributes:** `layer`: its name; empty for what belongs to none, such as the loss. `seconds`: of its operations
+    and collectives, forward, backward and update, one after the other: what is hidden counts. `sent_bytes`: what the
+    device sends for it. `state_bytes`: what the device holds of its states. `stored_bytes`: what the device stores for
+    it beside the arguments at the predicted peak."""
+
+    layer: str
+    seconds: float
+    sent_bytes: float
+    state_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class StepTime:
     """Holds the predicted seconds of a step.
 
@@ -47,6 +63,7 @@ class StepTime:
     - `parts`: every operation and collective, the longest first.
     - `is_lower_bound`: whether nothing was measured of the machine, so that everything is taken to run at the figures
       that its vendor publishes: the time is a lower bound, for the kernels and rings that are predicted.
+    - `layers`: what each layer costs, the one that takes longest first.
     """
 
     seconds: float
@@ -56,6 +73,7 @@ class StepTime:
     call_seconds: float
     parts: tuple[TimedPart, ...]
     is_lower_bound: bool
+    layers: tuple[LayerCost, ...] = ()
 
     @property
     def collectives(self) -> tuple[TimedPart, ...]:
@@ -69,12 +87,12 @@ class StepTime:
         return registry.html(self)
 
 
-def predict_time(placed: PlacedProgram, machine: Machine) -> StepTime:
+def predict_time(placed: PlacedProgram, machine: Machine, layered: bool = False) -> StepTime:
     """Predicts what a step takes.
 
     **Arguments:** `placed`: its program, with where its arguments live. `machine`: what it runs on, for the mesh that
-    the program is laid out on."""
-    timed, end = simulate(tasks_of(placed), machine)
+    the program is laid out on. `layered`: whether to add up by layers, too."""
+    timed, end = simulate(tasks_of(placed, layered), machine)
     parts = list(_parts(timed, 1))
     computing = sum(part.seconds for part in parts if not part.op)
     sending = sum(part.seconds for part in parts if part.op)
@@ -86,7 +104,24 @@ def predict_time(placed: PlacedProgram, machine: Machine) -> StepTime:
         call_seconds=machine.call_seconds,
         parts=_together(parts),
         is_lower_bound=machine.calibration is None,
+        layers=tuple(LayerCost(layer, *sums) for layer, sums in _by_layer(timed, 1).items()) if layered else (),
     )
+
+
+def _by_layer(timed: Sequence[Timed], times: int) -> dict[str, tuple[float, float]]:
+    """Returns the seconds and the sent bytes of every layer; a run of the tasks is one of so many (`times`)."""
+    found: dict[str, tuple[float, float]] = {}
+    for each in timed:
+        task = each.task
+        if task.inside:
+            added = [(layer, *sums) for layer, sums in _by_layer(each.inside, times * task.turns).items()]
+        else:
+            whose = task.layers or (("", 1.0),)
+            added = [(layer, times * each.seconds * part, times * task.sent_bytes * part) for layer, part in whose]
+        for layer, seconds, sent in added:
+            before = found.get(layer, (0.0, 0.0))
+            found[layer] = before[0] + seconds, before[1] + sent
+    return found
 
 
 def _parts(timed: Sequence[Timed], times: int) -> Iterator[TimedPart]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from splitjax.cost.memory.buffers import Schedule, Step, Storage
 from splitjax.cost.memory.compilers import Compiler, compiler_of
+from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.lifetimes import PlacedProgram
 from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
 from splitjax.cost.memory.reading import read
@@ -61,6 +62,7 @@ class Task:
       the device sends, by the ring formulas.
     - `reads`, `writes`: numbers of what it waits for and makes.
     - `inside`: of a loop, what a turn does. `turns`: how many there are.
+    - `layers`: whose it is, as (layer, share), where that was asked for; an empty name for nobody's.
     """
 
     name: str
@@ -77,23 +79,30 @@ class Task:
     writes: tuple[int, ...] = ()
     inside: tuple[Task, ...] = ()
     turns: int = 1
+    layers: tuple[tuple[str, float], ...] = ()
 
 
-def tasks_of(placed: PlacedProgram) -> tuple[Task, ...]:
-    """Returns what a device does in a step of the program `placed`, in the order of the program."""
+def tasks_of(placed: PlacedProgram, layered: bool = False) -> tuple[Task, ...]:
+    """Returns what a device does in a step of the program `placed`, in the order of the program. `layered`: whether to
+    say of every task whose it is."""
     program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
     spread(program)
     compiler = compiler_of(placed.platform)
     storage = Storage(program, compiler)
     schedule = storage.schedule()
-    return _Reader(program, storage.sizes, compiler).tasks(schedule, program.body)
+    paths = dict(zip(program.body.inputs, placed.paths, strict=False))
+    layers = Layers(storage.makers, paths, placed.layers) if layered else None
+    return _Reader(program, storage.sizes, compiler, layers).tasks(schedule, program.body)
 
 
 class _Reader:
-    """Makes tasks of schedules. `sizes`: bytes of what is stored. `compiler`: what is known of the compiler."""
+    """Makes tasks of schedules. `sizes`: bytes of what is stored. `compiler`: what is known of the compiler. `layers`:
+    whose values are; None where nobody asks."""
 
-    def __init__(self, program: Program, sizes: Mapping[int, int], compiler: Compiler) -> None:
-        self.program, self.sizes, self.compiler = program, sizes, compiler
+    def __init__(
+        self, program: Program, sizes: Mapping[int, int], compiler: Compiler, layers: Layers | None = None
+    ) -> None:
+        self.program, self.sizes, self.compiler, self.layers = program, sizes, compiler, layers
         self.makers = {value: node for node in nodes_of(program.body) for value in node.outputs if node.name != "carry"}
         self.regions: dict[int, Sequence[Region]] = {
             value: node.regions for node in nodes_of(program.body) if node.regions for value in node.outputs
@@ -102,11 +111,25 @@ class _Reader:
     def tasks(self, schedule: Schedule, region: Region) -> tuple[Task, ...]:
         """Returns the tasks of a schedule, which is that of a `region`."""
         found = [
-            task
+            self.whose(task, task.writes or task.reads)
             for step in combine(schedule, self.sizes, self.compiler.combines_bytes).steps
             for task in self.of_step(step)
         ]
         return (*found, *self.costly(region))
+
+    def whose(self, task: Task, values: Sequence[int]) -> Task:
+        """Returns a task with the layers of the `values` that it makes: joined all-reduces are theirs by what each of
+        them sends, anything else is its first one's."""
+        if self.layers is None or task.inside or not values:
+            return task
+        sent = {value: 1.0 for value in values[:1]}
+        if task.name == "all_reduces":
+            makers = {value: self.makers[value] for value in values if value in self.makers}
+            sent = {value: self.collective(maker).sent_bytes for value, maker in makers.items()} or sent
+        total = sum(sent.values()) or 1.0
+        return dataclasses.replace(
+            task, layers=tuple((self.layers.of(value), size / total) for value, size in sent.items())
+        )
 
     def of_step(self, step: Step) -> Iterator[Task]:
         node = self.makers.get(step.writes[0] if step.made is None else step.made) if step.writes else None
@@ -237,7 +260,8 @@ class _Reader:
                 count = self.elements(node.outputs[0])
                 if count > 1:
                     shape = self.program.shapes[node.outputs[0]]
-                    yield Task(node.name, shape, (Load(OperationKind.COSTLY, count),))
+                    task = Task(node.name, shape, (Load(OperationKind.COSTLY, count),))
+                    yield self.whose(task, node.outputs)
 
     def local(self, value: int) -> tuple[int, ...]:
         """Returns the shape of a device's part of a value."""

@@ -3,15 +3,20 @@ calibration that times are predicted by."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from splitjax.cost.memory.lifetimes import ProgramMemory
-from splitjax.cost.time.prediction import StepTime
-from splitjax.display.document import Column, Document, Pairs, Paragraph, Table
+from splitjax.cost.time.prediction import LayerCost, StepTime
+from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Paragraph, Section, Table
 from splitjax.display.figures import bytes_text, seconds_text, share_text
 from splitjax.machines.calibration import Calibration
 
 # The longest operations and the largest arrays are shown; `StepTime.parts` and `ProgramMemory.at_peak` have more.
 _NUM_PARTS = 12
+_NUM_LAYERS = 20
 _NUM_ARRAYS = 20
+_NUMBER = re.compile(r"\d+")
 
 
 def time_document(time: StepTime) -> Document:
@@ -49,8 +54,63 @@ def time_document(time: StepTime) -> Document:
     )
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return Document(
-        "", (Paragraph(sentence), Paragraph(bound if time.is_lower_bound else ""), Table(columns, tuple(rows)))
+    parts = (
+        Paragraph(sentence),
+        Paragraph(bound if time.is_lower_bound else ""),
+        Table(columns, tuple(rows)),
+        Section("what each layer costs a device, the longest first", (_layers(time.layers),)),
+    )
+    return Document("", parts)
+
+
+def _layers(layers: Sequence[LayerCost]) -> Table:
+    """A row for each layer, or for all that differ in numbers alone where there are many: bars of its seconds, and of
+    the bytes that are held and stored for it."""
+    alike: dict[str, list[LayerCost]] = {}
+    for each in layers:
+        alike.setdefault(_NUMBER.sub("*", each.layer) if len(layers) > _NUM_LAYERS else each.layer, []).append(each)
+    shown = sorted(alike.items(), key=lambda item: -sum(each.seconds for each in item[1]))
+    names = [f"{len(group)} x {name}" if len(group) > 1 else group[0].layer or "(no layer)" for name, group in shown]
+    groups = [group for _, group in shown]
+    if len(groups) > _NUM_LAYERS:
+        rest = [each for group in groups[_NUM_LAYERS:] for each in group]
+        names[_NUM_LAYERS:], groups[_NUM_LAYERS:] = [f"{len(rest)} more"], [rest]
+    sums = [
+        LayerCost(
+            name,
+            sum(each.seconds for each in group),
+            sum(each.sent_bytes for each in group),
+            sum(each.state_bytes for each in group),
+            sum(each.stored_bytes for each in group),
+        )
+        for name, group in zip(names, groups, strict=True)
+    ]
+    longest = max((each.seconds for each in sums), default=0.0)
+    largest = max((each.state_bytes + each.stored_bytes for each in sums), default=0)
+    rows: list[tuple[Cell, ...]] = []
+    for each in sums:
+        held = each.state_bytes + each.stored_bytes
+        note = f"{bytes_text(each.state_bytes)} of state, {bytes_text(each.stored_bytes)} more at the peak"
+        rows.append(
+            (
+                each.layer,
+                seconds_text(each.seconds),
+                Bar(each.seconds, longest, f"{seconds_text(each.seconds)} a step"),
+                bytes_text(held),
+                Bar(held, largest, note),
+                bytes_text(round(each.sent_bytes)),
+            )
+        )
+    return Table(
+        (
+            Column("layer", "code"),
+            Column("a step", "number"),
+            Column("", "bar"),
+            Column("at the peak", "number"),
+            Column("", "bar"),
+            Column("sent", "number"),
+        ),
+        tuple(rows),
     )
 
 
