@@ -41,6 +41,8 @@ Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple
 # each kind of third axis; so many at most, with those that do not fit, the best of every shipped rule set, and what
 # comes after the fastest.
 _FEW, _FEW_OF_THREE_AXES, _MOST = 4, 2, 16
+# Of steps with more uses of weights than so many, each program of which takes seconds to predict, so many at most.
+_LARGE_USES, _MOST_OF_LARGE = 200, 5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +105,8 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
         return places.built(choice, build)
     lowered: list[Candidate] = []
     best: tuple[Candidate, Decided[T]] | None = None
-    for candidate in _in_turn(choice, lowered, is_timed):
+    most = _MOST if len(places.graph.uses) <= _LARGE_USES else _MOST_OF_LARGE
+    for candidate in _in_turn(choice, lowered, most if is_timed else None):
         try:
             decided = places.built(choice.taking(candidate, lowered), build)
             found = _lowered(candidate, decided, budget, is_timed)
@@ -119,15 +122,15 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
     return places.built(choice, build) if is_timed else dataclasses.replace(best[1], choice=choice)
 
 
-def _in_turn(choice: Choice, lowered: list[Candidate], is_timed: bool) -> Iterator[Candidate]:
+def _in_turn(choice: Choice, lowered: list[Candidate], most: int | None) -> Iterator[Candidate]:
     """Yields the candidates in the order in which they are lowered, the fastest as a sum first, until enough of those
-    that were `lowered` fit: one, or where they `is_timed` the best few and the best of every rule set. Where none fits,
-    those whose states alone are over the budget come last, to tell which of all needs least; what cannot be that any
-    more is left out."""
+    that were `lowered` fit: one, or where they are timed, the best few and the best of every rule set, `most` in all.
+    Where none fits, those whose states alone are over the budget come last, to tell which of all needs least; what
+    cannot be that any more is left out."""
     budget = choice.budget_bytes
-    for candidate in _distinct(choice.candidates) if is_timed else choice.candidates:
+    for candidate in choice.candidates if most is None else _distinct(choice.candidates):
         fitting = [each for each in lowered if each.fits(budget)]
-        if fitting and not is_timed or len(lowered) >= _MOST and fitting:
+        if fitting and (most is None or len(lowered) >= most):
             return
         is_first_of_its_name = candidate.rules.name not in {each.rules.name for each in fitting}
         alike = sum(each.mesh.names == candidate.mesh.names for each in fitting)
@@ -135,7 +138,7 @@ def _in_turn(choice: Choice, lowered: list[Candidate], is_timed: bool) -> Iterat
         if candidate.state_bytes <= budget and (is_among_few or is_first_of_its_name):
             yield candidate
     if any(each.fits(budget) for each in lowered):
-        yield from _following(choice, lowered)
+        yield from _following(choice, lowered, most or 0)
         return
     hopeless = [each for each in choice.candidates if each.state_bytes > budget]
     for candidate in sorted(hopeless, key=lambda each: each.state_bytes):
@@ -144,12 +147,12 @@ def _in_turn(choice: Choice, lowered: list[Candidate], is_timed: bool) -> Iterat
             yield candidate
 
 
-def _following(choice: Choice, lowered: list[Candidate]) -> Iterator[Candidate]:
+def _following(choice: Choice, lowered: list[Candidate], most: int) -> Iterator[Candidate]:
     """Yields, on further meshes of the same axes, what those rules are that the fastest program so far has, until one
     is not faster."""
     seconds = lambda: min(_seconds(each) for each in lowered if each.fits(choice.budget_bytes))
     found, before = True, math.inf
-    while found and seconds() < before and len(lowered) < _MOST:
+    while found and seconds() < before and len(lowered) < most:
         found, before = False, seconds()
         fastest = next(each for each in lowered if each.fits(choice.budget_bytes) and _seconds(each) == before)
         for candidate in _distinct(choice.candidates):

@@ -8,6 +8,7 @@ XLA's latency-hiding scheduler does (xla/service/latency_hiding_scheduler.h). El
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 
 from splitjax.cost.time.machine import Machine
@@ -58,25 +59,37 @@ def _overlapped(tasks: Sequence[Task], takes: Sequence[float], machine: Machine)
         {before for value in task.reads if (before := writer.get(value, number)) != number and before < number}
         for number, task in enumerate(tasks)
     ]
-    ends: list[float | None] = [None] * len(tasks)
-    begins = [0.0] * len(tasks)
+    followers: list[list[int]] = [[] for _ in tasks]
+    for number, before in enumerate(waits):
+        for each in before:
+            followers[each].append(number)
+    open_waits = [len(before) for before in waits]
+    ready_at, begins = [0.0] * len(tasks), [0.0] * len(tasks)
     free_links: dict[str, float] = {}
     computing_until = 0.0
-    left = list(range(len(tasks)))
-    ready_at = lambda number: max((ends[before] or 0.0 for before in waits[number]), default=0.0)
-    while left:
-        known = [number for number in left if all(ends[before] is not None for before in waits[number])]
-        sending = [number for number in known if tasks[number].op]
+    # Tasks that wait for nothing more: collectives and those ready later by (when, number), others by number.
+    sending: list[tuple[float, int]] = []
+    later: list[tuple[float, int]] = []
+    ready: list[int] = []
+    for number, task in enumerate(tasks):
+        if not open_waits[number]:
+            heapq.heappush(sending if task.op else later, (0.0, number))
+    while sending or later or ready:
         if sending:
-            number = min(sending, key=lambda each: (ready_at(each), each))
+            _, number = heapq.heappop(sending)
             places = machine.places(tasks[number])
-            begins[number] = max(ready_at(number), *(free_links.get(place, 0.0) for place in places), 0.0)
+            begins[number] = max(ready_at[number], *(free_links.get(place, 0.0) for place in places), 0.0)
             free_links |= dict.fromkeys(places, begins[number] + takes[number])
         else:
             # What is ready when the device is free, first in the program; otherwise what is ready soonest.
-            number = min(known, key=lambda each: (max(ready_at(each), computing_until), each))
-            begins[number] = max(ready_at(number), computing_until)
+            while later and later[0][0] <= computing_until:
+                heapq.heappush(ready, heapq.heappop(later)[1])
+            number = heapq.heappop(ready) if ready else heapq.heappop(later)[1]
+            begins[number] = max(ready_at[number], computing_until)
             computing_until = begins[number] + takes[number]
-        ends[number] = begins[number] + takes[number]
-        left.remove(number)
+        for follower in followers[number]:
+            ready_at[follower] = max(ready_at[follower], begins[number] + takes[number])
+            open_waits[follower] -= 1
+            if not open_waits[follower]:
+                heapq.heappush(sending if tasks[follower].op else later, (ready_at[follower], follower))
     return begins

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
 from splitjax.cost.time.machine import Machine
-from splitjax.cost.time.schedule import simulate
+from splitjax.cost.time.schedule import _overlapped, simulate
 from splitjax.cost.time.work import Task
 
 
@@ -72,3 +73,12 @@ def test_a_loop_takes_all_of_its_turns():
     loop = Task("scan", inside=BACKWARD, turns=10, writes=(9,))
     (timed,), end = simulate((loop,), Told({}, overlaps=True))
     assert end == timed.seconds == pytest.approx(80)
+
+
+def test_a_large_program_is_put_together_quickly():
+    tasks = [Task(str(number), reads=(number - 1,), writes=(number,)) for number in range(20_000)]
+    machine = Machine({}, overlaps=True)
+    began = time.process_time()
+    begins = _overlapped(tasks, [1.0] * len(tasks), machine)
+    assert begins == list(map(float, range(20_000)))
+    assert time.process_time() - began < 5  # it is a tenth of a second; the square of the tasks is minutes
