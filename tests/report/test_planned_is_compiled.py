@@ -253,7 +253,8 @@ def test_what_a_loss_reduces_of_split_classes_is_planned(again):
         return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), loss
 
     shape = lambda sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)
-    arguments = {name: shape(sizes) for name, sizes in params.items()}, {"x": shape((16, 12)), "y": shape((16,), jnp.int32)}
+    batch = {"x": shape((16, 12)), "y": shape((16,), jnp.int32)}
+    arguments = {name: shape(sizes) for name, sizes in params.items()}, batch
     parallel_step = splitjax.parallelize(step, mesh=MESH, rules=rules)
     report, plan = parallel_step.report(*arguments), parallel_step.plan(*arguments)
     planned = [one for one in plan.collectives if one.purpose.kind == PurposeKind.REDUCED_FEATURES]
