@@ -188,8 +188,8 @@ def _lines_of_budgets(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     return [
         "", "## Verdicts, executed", "",
-        "The largest batch (in steps of 8 examples) that the upper bound lets through under a budget, then larger ones"
-        " until one does not run. The budget is the memory that the process may use.", "",
+        "The largest batch (in steps of 8 examples) that the upper bound let through under a budget when this ran, then"
+        " larger ones until one did not run. The budget is the memory that the process may use.", "",
         *_table_of_budgets(budgets),
     ]  # fmt: skip
 

@@ -117,6 +117,40 @@ def rectified() -> str:
     )  # fmt: skip
 
 
+def small_product() -> str:
+    """Two products of few elements over many, and their sum."""
+    types = ((256, 512), "float32"), ((512, 256), "float32")
+    return _kernel(lambda a, b, c, d: a @ b + c @ d, *types, *types)
+
+
+def table_update() -> str:
+    """The update of a table whose gradient is added into zeros, by a rule that reads zeros too."""
+    from tests.cost.memory.test_zeros import update
+
+    table = (4096, 128), "float32"
+    return _kernel(update, table, table, ((64,), "int32"), ((64, 128), "float32"))
+
+
+def gathered_weights() -> str:
+    """Two layers whose weights are gathered before they are used, on eight devices."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(devices(8), ("data",), axis_types=(AxisType.Auto,))
+
+    @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    def layers(x: Any, first: Any, second: Any) -> Any:
+        for part in (first, second):
+            x = jnp.tanh(x @ jax.lax.all_gather(part, "data", tiled=True))
+        return x
+
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    shapes = (1024, 512), (512, 512), (512, 512)
+    types = [jax.ShapeDtypeStruct(shape, "float32", sharding=split) for shape in shapes]
+    return jax.jit(layers).lower(*types).compile().as_text()
+
+
 def synchronisation(name: str) -> str:
     """A scheme with the update of a table, on four devices."""
     from jax.sharding import AxisType, Mesh

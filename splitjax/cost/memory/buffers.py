@@ -38,7 +38,7 @@ class Step:
     `shares`: whether its first write may take over a buffer of its size that is read for the last time. `combines`: of
     what kind of all-reduce it is; empty for other steps. `read_bytes`: by buffer, what it reads of it, where that is
     not all. `filled_bytes`: what it writes into an array that is there. `made`: the value that says what kind of kernel
-    it is; None for its first write."""
+    it is; None for its first write. `gathers`: of what kind of all-gather or reduce-scatter it is; empty for others."""
 
     name: str
     reads: list[int]
@@ -49,6 +49,7 @@ class Step:
     read_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     filled_bytes: int = 0
     made: int | None = None
+    gathers: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -355,7 +356,8 @@ class Storage:
             combines = (node.name, *node.params) if node.name == "all_reduce" else ()
             if node.name in ("psum", "psum_invariant"):
                 combines = (node.name, *node.params.get("axes", ()))
-            steps.append(Step(node.name, reads, list(node.outputs), shares, inside, combines, read))
+            gathers = _gathers(node)
+            steps.append(Step(node.name, reads, list(node.outputs), shares, inside, combines, read, gathers=gathers))
         outputs = list(self._reads(region.outputs))
         return Schedule(self._joined(steps, outputs) if self.compiler.weighs_bytes else steps, outputs, [])
 
@@ -402,6 +404,16 @@ class Storage:
 
     def _elements(self, value: int) -> int:
         return self.program.bytes_of(value) // self.program.itemsizes[value]
+
+
+def _gathers(node: Node) -> tuple[Any, ...]:
+    """Returns of what kind of all-gather or reduce-scatter a node is; empty for others, and for what the partitioner
+    moves."""
+    if node.kind is not Kind.COLLECTIVE or not isinstance(node.params, dict):
+        return ()
+    kinds = [kind for kind in ("all_gather", "reduce_scatter") if node.name.startswith(kind)]
+    axes = node.params.get("axis_name", ())
+    return (*kinds, *(axes if isinstance(axes, tuple) else (axes,))) if kinds else ()
 
 
 def _outer_reads(schedule: Schedule) -> set[int]:

@@ -15,20 +15,40 @@ class Compiler:
     - `reduces_apart`: an all-reduce writes another array than it reads.
     - `weighs_bytes`: a loop is fused into all that read it where fewer bytes are moved so (XLA's `PriorityFusion`),
       costly operations too, which run beside the memory; and steps become one kernel as `cost.memory.joining` says.
+    - `combines_gathers`: all-gathers and reduce-scatters become one as all-reduces do.
+    - `takes_least`: it tries the orders of three schedulers and takes the one that needs least memory.
+    - `stores_zeros`: zeros that are added into and read by loops too are stored, as `cost.memory.zeros` says.
+    - `splits_products`: products with few tiles are stored in parts, as `cost.memory.products` says.
     """
 
     transposes_operands: bool
     combines_bytes: int
     reduces_apart: bool
     weighs_bytes: bool = False
+    combines_gathers: bool = False
+    takes_least: bool = False
+    stores_zeros: bool = False
+    splits_products: bool = False
 
 
 CPU = Compiler(transposes_operands=True, combines_bytes=2**62, reduces_apart=True)
 TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
-# A GPU's products read operands in any order of dims, and XLA joins all-reduces up to 30 MB there
-# (`xla_gpu_all_reduce_combine_threshold_bytes`). What is fused shows in modules that it compiles for an H200 ahead of
-# time: `tests/cost/memory/test_joining.py` has the small ones.
-GPU = Compiler(transposes_operands=False, combines_bytes=30 * 2**20, reduces_apart=True, weighs_bytes=True)
+# A GPU's products read operands in any order of dims, and XLA joins collectives up to 30 MB there
+# (`xla_gpu_all_reduce_combine_threshold_bytes` and its like). The rest shows in modules that it compiles for an H200
+# ahead of time, small ones of which are in `tests/cost/memory`: what is fused in `test_joining.py`, gathers that become
+# one in `test_orders.py`, zeros and parts of products in `test_zeros.py` and `test_products.py`. That it takes the
+# least of three orders shows in the module of the LSTM of `benchmarks.accelerator`: gathered rows of 2 GB are gone
+# before their gradient of 2 GB is made, as in the list scheduler's order and not in the depth-first one.
+GPU = Compiler(
+    transposes_operands=False,
+    combines_bytes=30 * 2**20,
+    reduces_apart=True,
+    weighs_bytes=True,
+    combines_gathers=True,
+    takes_least=True,
+    stores_zeros=True,
+    splits_products=True,
+)
 
 
 def compiler_of(platform: str) -> Compiler:

@@ -3,7 +3,7 @@
 The traced program with everything that a plan adds to it, where its arguments live, and a mesh shape come in; a
 `ProgramMemory` comes out. `reading` makes nodes of the jaxpr, `spreading` says how each value is split, `buffers`
 decides what is stored, and `timeline` for how long. What a compiler does with a program is known of XLA's CPU compiler
-under its memory-optimised scheduler, and assumed of others (`buffers.Compiler`).
+under its memory-optimised scheduler and of its GPU compiler, and assumed of others (`compilers.Compiler`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ from splitjax.cost.memory.buffers import Schedule, Storage
 from splitjax.cost.memory.compilers import compiler_of
 from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.moments import MemoryTimeline, StoredSpan, passes_of
+from splitjax.cost.memory.products import store_parts
 from splitjax.cost.memory.program import Program, Split
 from splitjax.cost.memory.reading import read
 from splitjax.cost.memory.spreading import spread
-from splitjax.cost.memory.timeline import combined, peak_of, spans_of
+from splitjax.cost.memory.timeline import Order, combined, peak_of, spans_of
+from splitjax.cost.memory.zeros import store_zeros
 from splitjax.display import registry
 from splitjax.plan import StoredArray
 
 # By how much temporaries may be beyond the careful simulation: the least that holds for every cell that
 # `python -m benchmarks planner` does not hold out.
 BOUND_FACTOR = 1.305
+# The same beyond the most of the three orders that a GPU's compiler tries: 1.003 holds for all of the 24 cells that are
+# not held out, and a tenth is added because they are few.
+BOUND_FACTOR_OF_MOST = 1.1
 _NUM_ALIVE = 60
 # So many arrays of a timeline have their layers, the largest.
 _NUM_NAMED = 400
@@ -89,11 +94,13 @@ def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
     """Predicts what a program needs of a device's memory. `placed`: the program."""
     simulated = _simulated(placed)
     sizes = simulated.storage.sizes
-    likely = peak_of(simulated.schedule, sizes, simulated.free)
-    most = peak_of(simulated.schedule, sizes, simulated.free, careful=True)
+    likely = peak_of(simulated.schedule, sizes, simulated.free, simulated.order)
+    is_least = simulated.order is Order.LEAST
+    most = peak_of(simulated.schedule, sizes, simulated.free, Order.MOST if is_least else Order.CAREFUL)
+    factor = BOUND_FACTOR_OF_MOST if is_least else BOUND_FACTOR
     alive = [simulated.array(value) for value in likely.alive[:_NUM_ALIVE]]
     held = simulated.argument_bytes
-    return ProgramMemory(held, likely.num_bytes, held + round(BOUND_FACTOR * most.num_bytes), tuple(alive))
+    return ProgramMemory(held, likely.num_bytes, held + round(factor * most.num_bytes), tuple(alive))
 
 
 def predict_timeline(placed: PlacedProgram) -> MemoryTimeline:
@@ -101,7 +108,7 @@ def predict_timeline(placed: PlacedProgram) -> MemoryTimeline:
     The largest arrays have their layers. `placed`: the program."""
     simulated = _simulated(placed)
     storage = simulated.storage
-    spans = spans_of(simulated.schedule, storage.sizes, simulated.free)
+    spans = spans_of(simulated.schedule, storage.sizes, simulated.free, simulated.order)
     buffers = sorted(spans.buffers, key=lambda span: -storage.sizes[span[0]])
     named = [simulated.array(value, named=number < _NUM_NAMED) for number, (value, _, _) in enumerate(buffers)]
     makers = [storage.makers.get(step.writes[0]) if step.writes else None for step in spans.steps]
@@ -121,13 +128,14 @@ def predict_timeline(placed: PlacedProgram) -> MemoryTimeline:
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Simulated:
     """Holds a program as it is simulated: what is stored, the steps in program order, and `free`, the buffers that are
-    counted with the arguments."""
+    counted with the arguments. `order`: in which the compiler runs them."""
 
     program: Program
     storage: Storage
     schedule: Schedule
     free: set[int]
     layers: Layers
+    order: Order
 
     @property
     def argument_bytes(self) -> int:
@@ -144,10 +152,15 @@ def _simulated(placed: PlacedProgram) -> _Simulated:
     program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
     spread(program)
     compiler = compiler_of(placed.platform)
+    if compiler.stores_zeros:
+        store_zeros(program)
     storage = Storage(program, compiler)
     schedule = storage.schedule()
-    schedule = combined(schedule, storage.sizes, compiler.combines_bytes)
+    if compiler.splits_products:
+        store_parts(schedule, storage.sizes, storage.makers, program)
+    schedule = combined(schedule, storage.sizes, compiler.combines_bytes, compiler.combines_gathers)
     arguments, outputs = program.body.inputs, program.body.outputs
     free = {*arguments, *(storage.root_of(outputs[result]) for result in placed.donated)}
     layers = Layers(storage.makers, dict(zip(arguments, placed.paths, strict=False)), placed.layers)
-    return _Simulated(program, storage, schedule, free, layers)
+    order = Order.LEAST if compiler.takes_least else Order.DEPTH_FIRST
+    return _Simulated(program, storage, schedule, free, layers, order)

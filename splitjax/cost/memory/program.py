@@ -88,7 +88,7 @@ class Program:
     - `body`: its region, whose inputs are the arguments. `constants`: values that are part of the program.
     - `shapes`, `itemsizes`: by value, its dims as the traced step has them, and the bytes of an element.
     - `splits`: by value, how it is split. `fixed`: (value, dim) whose split is decided.
-    - `sizes`: of the mesh axes.
+    - `sizes`: of the mesh axes. `zeros`: values that are zeros and nothing else.
     """
 
     body: Region
@@ -98,6 +98,7 @@ class Program:
     splits: list[Split]
     fixed: set[tuple[int, int]]
     sizes: dict[str, int]
+    zeros: set[int] = dataclasses.field(default_factory=set)
 
     def new(self, shape: Sequence[int], itemsize: int, split: Split | None = None) -> int:
         """Adds a value of this `shape`, `itemsize` and `split`, and returns its number."""

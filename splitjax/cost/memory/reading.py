@@ -102,6 +102,12 @@ class _Reader:
         self.program.constants.add(value)
         return value
 
+    def literal(self, atom: Any) -> int:
+        value = self.constant(atom.aval)
+        if np.ndim(atom.val) == 0 and bool(atom.val == 0):
+            self.program.zeros.add(value)
+        return value
+
     def run(self, jaxpr: Any, arguments: Sequence[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
         """Adds the nodes of a jaxpr whose inputs are the values `arguments`; returns its results' values."""
         inner, _ = _compat.open_jaxpr(jaxpr)
@@ -109,7 +115,7 @@ class _Reader:
         values |= dict(zip(inner.invars, arguments, strict=True))
 
         def get(atom: Any) -> int:
-            return self.constant(atom.aval) if isinstance(atom, _compat.Literal) else values[atom]
+            return self.literal(atom) if isinstance(atom, _compat.Literal) else values[atom]
 
         for eqn in inner.eqns:
             outputs = self.equation(eqn, [get(atom) for atom in eqn.invars], nodes, manual)
@@ -139,6 +145,8 @@ class _Reader:
         name = eqn.primitive.name
         if name in ("broadcast_in_dim", "convert_element_type", "reshape") and self.is_zero(eqn.invars[0], inputs[0]):
             self.zeros.add(outputs[0])
+        if name in ("broadcast_in_dim", "convert_element_type") and inputs[0] in self.program.zeros:
+            self.program.zeros.add(outputs[0])
         if name in ("add", "add_any"):  # nothing is added: compilers leave it out
             for zero, other in (inputs, inputs[::-1]):
                 if zero in self.zeros and self.program.shapes[other] == self.program.shapes[outputs[0]]:

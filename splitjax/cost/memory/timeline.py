@@ -1,35 +1,45 @@
 """Simulates what is alive: the most bytes that are stored at a time, for an order of the steps.
 
-A buffer lives from the step that writes it to the last that reads it. Steps run in the order of XLA's depth-first
-scheduler, which is what the CPU's compiler means by memory-optimised: the modules that it dumps (`--xla_dump_to`) show
-the order, and which all-reduces it made one.
+A buffer lives from the step that writes it to the last that reads it. Steps run in the order of one of XLA's
+schedulers (`orders`): the depth-first one is what the CPU's compiler means by memory-optimised. The modules that it
+dumps (`--xla_dump_to`) show the order, and which all-reduces it made one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from splitjax.cost.memory.buffers import Schedule, Step
+from splitjax.cost.memory.orders import depth_first, greedy, made_late, post_order
+
+Kind = tuple[Any, ...]  # what all-reduces are put together by
 
 
-def combine(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedule:
+def combine(
+    schedule: Schedule,
+    sizes: Mapping[int, int],
+    limit: int,
+    kind_of: Callable[[Step], Kind] = lambda step: step.combines,
+) -> Schedule:
     """Puts all-reduces of one kind together, up to `limit` bytes, as XLA's `CollectiveCombiner` does: it goes through
     the steps from the last to the first of a plain post-order, and closes a group at the first all-reduce of its kind
-    that a member waits for."""
+    that a member waits for. `kind_of`: of what kind a step is, empty for one that stays as it is."""
     steps = list(schedule.steps)
-    bits = {id(step): bit for bit, step in enumerate(step for step in steps if step.combines)}
+    bits = {id(step): bit for bit, step in enumerate(step for step in steps if kind_of(step))}
     left = set(bits)
     if len(left) < 2:
         return schedule
-    steps = [steps[i] for i in _post_order(steps, schedule.outputs)]
+    steps = [steps[i] for i in post_order(steps, schedule.outputs)]
     waits = _waits(steps, bits)
     while left:
         members: list[int] = []
         needed = held = 0
         for i in range(len(steps) - 1, -1, -1):
             step = steps[i]
-            if id(step) not in left or members and step.combines != steps[members[0]].combines:
+            if id(step) not in left or members and kind_of(step) != kind_of(steps[members[0]]):
                 continue
             size = sum(sizes[b] for b in step.writes)
             if members and (needed >> bits[id(step)] & 1 or held + size > limit):
@@ -42,9 +52,12 @@ def combine(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedul
             together = [steps[i] for i in members]
             reads = [b for step in together for b in step.reads]
             writes = [b for step in together for b in step.writes]
-            one = Step("all_reduces", reads, writes, together[0].shares, combines=together[0].combines)
+            name = "all_reduces" if together[0].combines else together[0].name
+            one = Step(
+                name, reads, writes, together[0].shares, combines=together[0].combines, gathers=together[0].gathers
+            )
             steps = [step for i, step in enumerate(steps) if i not in set(members)] + [one]
-            steps = [steps[i] for i in _post_order(steps, schedule.outputs)]
+            steps = [steps[i] for i in post_order(steps, schedule.outputs)]
             waits = _waits(steps, bits)
     return Schedule(steps, schedule.outputs, schedule.carry)
 
@@ -65,64 +78,6 @@ def _waits(steps: Sequence[Step], bits: Mapping[int, int]) -> list[int]:
     return waits
 
 
-def _post_order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
-    """Returns the steps in post-order from the outputs, operands in their order."""
-    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
-    operands = [[writer[b] for b in reversed(step.reads) if b in writer] for step in steps]
-    seen, order = [False] * len(steps), []
-    for root in [*(writer[b] for b in outputs if b in writer), *range(len(steps))]:
-        stack = [(root, False)]
-        while stack:
-            i, done = stack.pop()
-            if done:
-                order.append(i)
-            elif not seen[i]:
-                seen[i] = True
-                stack.append((i, True))
-                stack += [(before, False) for before in operands[i] if not seen[before]]
-    return order
-
-
-def depth_first(steps: Sequence[Step], sizes: Mapping[int, int], outputs: Sequence[int]) -> list[int]:
-    """Returns the steps in post-order from the outputs, as XLA's `DFSMemoryScheduler` does: of what a step reads, that
-    first whose inputs have most further readers in all, then that of most bytes."""
-    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
-    num_readers: dict[int, int] = {}
-    for step in steps:
-        for b in set(step.reads):
-            num_readers[b] = num_readers.get(b, 0) + 1
-    for b in outputs:
-        num_readers[b] = num_readers.get(b, 0) + 1
-    rank: list[tuple[int, int]] = []
-    total = 0
-    operands: list[list[int]] = []
-    for i, step in enumerate(steps):
-        readers = sum(num_readers.get(b, 0) for b in step.writes)
-        extra, size = max(readers - 1, 0), sum(sizes[b] for b in step.writes)
-        total += size
-        before = list({writer[b]: None for b in step.reads if b in writer and writer[b] < i})
-        operands.append(before)
-        given = {b for b in step.reads if b not in writer}
-        extra += sum(rank[w][0] for w in before) + sum(num_readers[b] - 1 for b in given)
-        size += sum(rank[w][1] for w in before) + sum(sizes.get(b, 0) for b in given)
-        rank.append((min(extra, 2 * len(steps)), min(size, total)))
-    seen, order = [False] * len(steps), []
-    roots = sorted({writer[b] for b in outputs if b in writer}, key=rank.__getitem__, reverse=True)
-    for root in [*roots, *range(len(steps))]:
-        stack = [(root, False)]
-        while stack:
-            i, done = stack.pop()
-            if done:
-                order.append(i)
-                continue
-            if seen[i]:
-                continue
-            seen[i] = True
-            stack.append((i, True))
-            stack.extend((w, False) for w in sorted(operands[i], key=rank.__getitem__) if not seen[w])
-    return order
-
-
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """Holds the most bytes that are stored at a time, and the buffers that are stored then, the largest first."""
@@ -131,31 +86,60 @@ class Peak:
     alive: tuple[int, ...]
 
 
-def combined(schedule: Schedule, sizes: Mapping[int, int], limit: int) -> Schedule:
-    """Returns `schedule` with its all-reduces put together, in what it runs inside too; the arguments are those of
-    `combine`."""
+def combined(schedule: Schedule, sizes: Mapping[int, int], limit: int, gathers: bool = False) -> Schedule:
+    """Returns `schedule` with its all-reduces put together, in what it runs inside too. `gathers`: all-gathers and
+    reduce-scatters too. The other arguments are those of `combine`."""
     for step in schedule.steps:
-        step.inside = tuple(combined(inside, sizes, limit) for inside in step.inside)
+        step.inside = tuple(combined(inside, sizes, limit, gathers) for inside in step.inside)
+    if gathers:
+        schedule = combine(schedule, sizes, limit, lambda step: step.gathers)
     return combine(schedule, sizes, limit)
 
 
-def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], careful: bool = False) -> Peak:
+class Order(enum.Enum):
+    """Says what order of the steps a peak is of.
+
+    - `DEPTH_FIRST`: that of XLA's depth-first scheduler.
+    - `LEAST`: of the orders of XLA's three schedulers, what needs no input as late as can be, the one that needs least:
+      what a compiler takes that is not told which (`DefaultMemoryScheduler`).
+    - `MOST`: of the same three orders, the one that needs most.
+    - `CAREFUL`: the worse of depth-first and program order, with nothing written in place.
+    """
+
+    DEPTH_FIRST = "depth first"
+    LEAST = "least"
+    MOST = "most"
+    CAREFUL = "careful"
+
+
+def peak_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], order: Order = Order.DEPTH_FIRST) -> Peak:
     """Returns the peak of a schedule.
 
-    **Arguments:** `sizes`: bytes by buffer. `free`: buffers that are counted elsewhere, such as arguments. `careful`:
-    the most of several orders, and nothing is written in place, instead of the order that XLA is known to take."""
-    steps = schedule.steps
-    inner = [_inside(step, sizes, careful) for step in steps]
-    orders = [depth_first(steps, sizes, schedule.outputs)]
-    if careful:
-        orders.append(list(range(len(steps))))
-    peaks = [_peak_in_order(_Run(schedule, order, sizes, free, careful), inner) for order in orders]
-    return max(peaks, key=lambda peak: peak.num_bytes)
+    **Arguments:** `sizes`: bytes by buffer. `free`: buffers that are counted elsewhere, such as arguments. `order`: in
+    what order the steps run."""
+    return _settled(schedule, sizes, free, order)[1]
 
 
-def _inside(step: Step, sizes: Mapping[int, int], careful: bool) -> Peak:
+def _settled(schedule: Schedule, sizes: Mapping[int, int], free: set[int], order: Order) -> tuple[_Run, Peak]:
+    """Returns the run that an `order` settles on, and its peak; the arguments are those of `peak_of`."""
+    steps, outputs = schedule.steps, schedule.outputs
+    inner = [_inside(step, sizes, order) for step in steps]
+    orders: list[Sequence[int]] = [depth_first(steps, sizes, outputs)]
+    if order in (Order.LEAST, Order.MOST):
+        orders.append(post_order(steps, outputs))
+        orders.append(greedy(steps, sizes, outputs, free, [peak.num_bytes for peak in inner]))
+    if order is Order.LEAST:
+        orders = [made_late(steps, each) for each in orders]
+    if order is Order.CAREFUL:
+        orders.append(range(len(steps)))
+    runs = [_Run(schedule, each, sizes, free, order is Order.CAREFUL) for each in orders]
+    found = [(run, _peak_in_order(run, inner)) for run in runs]
+    return (min if order is Order.LEAST else max)(found, key=lambda one: one[1].num_bytes)
+
+
+def _inside(step: Step, sizes: Mapping[int, int], order: Order) -> Peak:
     """Returns what the loop or the branches of a step store besides what is stored outside."""
-    peaks = [peak_of(inside, sizes, counted_outside(step, inside), careful) for inside in step.inside]
+    peaks = [peak_of(inside, sizes, counted_outside(step, inside), order) for inside in step.inside]
     return max(peaks, key=lambda peak: peak.num_bytes, default=Peak(0, ()))
 
 
@@ -231,16 +215,16 @@ class Spans:
     buffers: tuple[tuple[int, int, int], ...]
 
 
-def spans_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int]) -> Spans:
-    """Returns from when to when each buffer is stored, in the order that `peak_of` takes where it is not careful: the
-    most bytes at a moment are its peak. A buffer that a step writes over ends before it. The arguments are its."""
+def spans_of(schedule: Schedule, sizes: Mapping[int, int], free: set[int], order: Order = Order.DEPTH_FIRST) -> Spans:
+    """Returns from when to when each buffer is stored, in the order that `peak_of` takes: the most bytes at a moment
+    are its peak. A buffer that a step writes over ends before it. The arguments are its, but for a careful order."""
     steps: list[Step] = []
     buffers: list[tuple[int, int, int]] = []
-    _add_spans(_Run(schedule, depth_first(schedule.steps, sizes, schedule.outputs), sizes, free), steps, buffers)
+    _add_spans(_settled(schedule, sizes, free, order)[0], order, steps, buffers)
     return Spans(tuple(steps), tuple(buffers))
 
 
-def _add_spans(run: _Run, steps: list[Step], buffers: list[tuple[int, int, int]]) -> None:
+def _add_spans(run: _Run, order: Order, steps: list[Step], buffers: list[tuple[int, int, int]]) -> None:
     """Adds the steps and buffers of a run behind others."""
     begun: dict[int, int] = {}
     sizes = run.sizes
@@ -250,9 +234,8 @@ def _add_spans(run: _Run, steps: list[Step], buffers: list[tuple[int, int, int]]
             buffers.append((b, begun.pop(b), now))
         begun |= {b: now for b in live if b not in begun and b != shared}
         if step.inside:
-            inside = max(step.inside, key=lambda each: peak_of(each, sizes, counted_outside(step, each)).num_bytes)
-            order = depth_first(inside.steps, sizes, inside.outputs)
-            _add_spans(_Run(inside, order, sizes, counted_outside(step, inside)), steps, buffers)
+            found = [_settled(each, sizes, counted_outside(step, each), order) for each in step.inside]
+            _add_spans(max(found, key=lambda one: one[1].num_bytes)[0], order, steps, buffers)
         if len(steps) == now:
             steps.append(step)
     buffers += [(b, start, len(steps)) for b, start in begun.items()]

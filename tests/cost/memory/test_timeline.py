@@ -6,7 +6,8 @@ import itertools
 import random
 
 from splitjax.cost.memory.buffers import Schedule, Step
-from splitjax.cost.memory.timeline import combine, depth_first, peak_of, spans_of
+from splitjax.cost.memory.orders import depth_first
+from splitjax.cost.memory.timeline import Order, combine, peak_of, spans_of
 
 NO_LIMIT = 2**60
 
@@ -23,7 +24,7 @@ def test_what_is_written_in_place_is_counted_once_unless_with_care():
     steps = [Step("a", [], [1]), Step("add", [1], [2], shares=True)]
     schedule, sizes = Schedule(steps, [2], []), {1: 8, 2: 8}
     assert peak_of(schedule, sizes, set()).num_bytes == 8
-    assert peak_of(schedule, sizes, set(), careful=True).num_bytes == 16
+    assert peak_of(schedule, sizes, set(), Order.CAREFUL).num_bytes == 16
 
 
 def test_a_loop_hands_on_in_place_where_what_came_in_is_read_no_more():
@@ -113,4 +114,6 @@ def test_the_most_of_the_spans_is_the_peak():
         ]
         sizes = {i: draws.choice((4, 8, 8, 16)) for i in range(len(steps))}
         schedule = Schedule(steps, [len(steps) - 1], [])
-        assert max(stored(spans_of(schedule, sizes, set()), sizes)) == peak_of(schedule, sizes, set()).num_bytes
+        for name in (Order.DEPTH_FIRST, Order.LEAST, Order.MOST):
+            found = spans_of(schedule, sizes, set(), name)
+            assert max(stored(found, sizes)) == peak_of(schedule, sizes, set(), name).num_bytes

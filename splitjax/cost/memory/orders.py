@@ -1,0 +1,137 @@
+"""Orders the steps of a schedule as XLA's memory schedulers do; `timeline` says what each order needs.
+
+Steps and bytes by buffer come in, positions of steps come out, each behind those whose buffers it reads. Three
+schedulers of XLA are here (`xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc`): plain post-order, depth-first by
+further readers, and the list scheduler, which takes next what frees most.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from splitjax.cost.memory.buffers import Step
+
+
+def post_order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
+    """Returns the steps in post-order from the outputs, operands in their order."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    operands = [[writer[b] for b in reversed(step.reads) if b in writer] for step in steps]
+    seen, order = [False] * len(steps), []
+    for root in [*(writer[b] for b in outputs if b in writer), *range(len(steps))]:
+        stack = [(root, False)]
+        while stack:
+            i, done = stack.pop()
+            if done:
+                order.append(i)
+            elif not seen[i]:
+                seen[i] = True
+                stack.append((i, True))
+                stack += [(before, False) for before in operands[i] if not seen[before]]
+    return order
+
+
+def depth_first(steps: Sequence[Step], sizes: Mapping[int, int], outputs: Sequence[int]) -> list[int]:
+    """Returns the steps in post-order from the outputs, as XLA's `DFSMemoryScheduler` does: of what a step reads, that
+    first whose inputs have most further readers in all, then that of most bytes."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    num_readers: dict[int, int] = {}
+    for step in steps:
+        for b in set(step.reads):
+            num_readers[b] = num_readers.get(b, 0) + 1
+    for b in outputs:
+        num_readers[b] = num_readers.get(b, 0) + 1
+    rank: list[tuple[int, int]] = []
+    total = 0
+    operands: list[list[int]] = []
+    for i, step in enumerate(steps):
+        readers = sum(num_readers.get(b, 0) for b in step.writes)
+        extra, size = max(readers - 1, 0), sum(sizes[b] for b in step.writes)
+        total += size
+        before = list({writer[b]: None for b in step.reads if b in writer and writer[b] < i})
+        operands.append(before)
+        given = {b for b in step.reads if b not in writer}
+        extra += sum(rank[w][0] for w in before) + sum(num_readers[b] - 1 for b in given)
+        size += sum(rank[w][1] for w in before) + sum(sizes.get(b, 0) for b in given)
+        rank.append((min(extra, 2 * len(steps)), min(size, total)))
+    seen, order = [False] * len(steps), []
+    roots = sorted({writer[b] for b in outputs if b in writer}, key=rank.__getitem__, reverse=True)
+    for root in [*roots, *range(len(steps))]:
+        stack = [(root, False)]
+        while stack:
+            i, done = stack.pop()
+            if done:
+                order.append(i)
+                continue
+            if seen[i]:
+                continue
+            seen[i] = True
+            stack.append((i, True))
+            stack.extend((w, False) for w in sorted(operands[i], key=rank.__getitem__) if not seen[w])
+    return order
+
+
+def greedy(
+    steps: Sequence[Step], sizes: Mapping[int, int], outputs: Sequence[int], free: set[int], inner: Sequence[int]
+) -> list[int]:
+    """Returns the steps in the order of XLA's `ListScheduler`: of those that can run, the one that frees most bytes
+    less those that it writes; where several do, the one that most others read.
+
+    **Arguments:** `free`: buffers that are counted elsewhere, such as arguments. `inner`: by step, the most bytes that
+    it stores inside."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    readers: dict[int, list[int]] = {}
+    for i, step in enumerate(steps):
+        for b in dict.fromkeys(step.reads):
+            readers.setdefault(b, []).append(i)
+    left = {b: len(numbers) for b, numbers in readers.items()}
+    for b in outputs:
+        left[b] = left.get(b, 0) + 1
+    waiting = [len({writer[b] for b in step.reads if b in writer} - {i}) for i, step in enumerate(steps)]
+    num_readers = [sum(len(readers.get(b, ())) for b in step.writes) for step in steps]
+
+    def worth(i: int) -> tuple[int, int, int]:
+        """What is smallest for the step to take; the last is a tie's: program order."""
+        step = steps[i]
+        frees = sum(sizes[b] for b in set(step.reads) if left[b] == 1 and b in writer and b not in free)
+        written = sum(sizes[b] for b in step.writes if b not in free)
+        takes = inner[i] or written if step.inside else written + inner[i]
+        return takes - frees, -num_readers[i], i
+
+    ready = [worth(i) for i, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    done, order = [False] * len(steps), []
+    while ready:
+        i = heapq.heappop(ready)[2]
+        if done[i]:
+            continue
+        done[i] = True
+        order.append(i)
+        for b in dict.fromkeys(steps[i].reads):
+            left[b] -= 1
+            if left[b] == 1:  # the last reader now frees it
+                for k in readers[b]:
+                    if not done[k] and not waiting[k]:
+                        heapq.heappush(ready, worth(k))
+        for after in {k for b in steps[i].writes for k in readers.get(b, ())} - {i}:
+            waiting[after] -= 1
+            if not waiting[after]:
+                heapq.heappush(ready, worth(after))
+    return order
+
+
+def made_late(steps: Sequence[Step], order: Sequence[int]) -> list[int]:
+    """Returns an `order` with every step that reads nothing, such as one that fills arrays with zeros, right before the
+    first that reads what it writes."""
+    writer = {b: i for i, step in enumerate(steps) if not step.reads and not step.inside for b in step.writes}
+    waiting = set(writer.values())
+    late: list[int] = []
+    for i in order:
+        if i in waiting:
+            continue
+        for b in steps[i].reads:
+            if writer.get(b) in waiting:
+                waiting.discard(writer[b])
+                late.append(writer[b])
+        late.append(i)
+    return [*late, *(i for i in order if i in waiting)]
