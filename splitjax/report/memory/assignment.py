@@ -1,7 +1,7 @@
 """Reads where XLA put the values of a compiled program: bytes go in, a `BufferAssignment` of typed values comes out.
 
 XLA serialises its buffer assignment as a `BufferAssignmentProto`, which jax hands out with a program's memory analysis
-(`serialized_buffer_assignment_proto`; the TPU's compiler leaves it empty). The field numbers are those of
+(`serialized_buffer_assignment_proto`; the TPU's compiler, and the GPU's ahead of time, leave it empty). The field numbers are those of
 `xla/service/hlo.proto` (https://github.com/openxla/xla); fields not named here are skipped unread.
 """
 

@@ -28,7 +28,7 @@ class MemoryTimelines:
     - `step`: its name.
     - `predicted`: by how long the arrays of the step's program live; its peak is the estimate of `step.memory(...)`.
     - `compiled`: by XLA's schedule and buffer assignment. None where nothing was compiled, and where XLA does not hand
-      them out: on CPU and GPU it does, its compiler for TPUs does not.
+      them out: on a CPU it does, its compiler for TPUs does not, nor that for GPUs where it compiles ahead of time.
     """
 
     step: str
