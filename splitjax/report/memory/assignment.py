@@ -1,8 +1,9 @@
 """Reads where XLA put the values of a compiled program: bytes go in, a `BufferAssignment` of typed values comes out.
 
 XLA serialises its buffer assignment as a `BufferAssignmentProto`, which jax hands out with a program's memory analysis
-(`serialized_buffer_assignment_proto`; the TPU's compiler, and the GPU's ahead of time, leave it empty). The field numbers are those of
-`xla/service/hlo.proto` (https://github.com/openxla/xla); fields not named here are skipped unread.
+(`serialized_buffer_assignment_proto`; the compiler for TPUs leaves it empty, and that for GPUs ahead of time). The
+field numbers are those of `xla/service/hlo.proto` (https://github.com/openxla/xla); fields not named here are skipped
+unread.
 """
 
 from __future__ import annotations
