@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from splitjax.step.per_microbatch import per_microbatch
     from splitjax.step.processes import global_batch
     from splitjax.sync.analysis import Profile
+    from splitjax.trade_offs import pareto
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ __all__ = [
     "initialize",
     "kernel",
     "parallelize",
+    "pareto",
     "per_microbatch",
     "register_dims",
     "register_primitive",
@@ -93,6 +95,7 @@ _PLACES = {
     "global_batch": "step.processes",
     "grad": "lower.gradient",
     "kernel": "step.kernel",
+    "pareto": "trade_offs",
     "per_microbatch": "step.per_microbatch",
     "register_dims": "primitives.register",
     "register_primitive": "primitives.register",

@@ -61,6 +61,7 @@ ROOMS = (
     "_measured_step",
     "parallel_step",
     "parallelize",
+    "trade_offs",
     "_filtered",
     "_nnx_graph",
     "_nnx_gradient",

@@ -6,15 +6,18 @@ from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, r
 from splitjax.choosing.domain import num_experts
 from splitjax.choosing.layering import Pricing
 from splitjax.choosing.prices import Prices
+from splitjax.choosing.trade_off import Point, TradeOff, trade_off
 
 __all__ = [
     "Answer",
     "AutoMesh",
     "Candidate",
     "Choice",
+    "Point",
     "Prices",
     "Pricing",
     "Refused",
+    "TradeOff",
     "Variable",
     "choose_mesh",
     "choose_rules",
@@ -23,4 +26,5 @@ __all__ = [
     "num_experts",
     "over_budget",
     "rank",
+    "trade_off",
 ]

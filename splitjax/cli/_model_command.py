@@ -121,15 +121,16 @@ class ModelCommand(CommandOptions):
             )
         return AutoMesh(self.devices)
 
-    def planned(self) -> Planned:
-        """Returns the decorated step with the shapes of its arguments. Raises `OptionValueError`, `MeshError` or
-        `ModelError` for options that make none."""
+    def planned(self, is_first: bool = True) -> Planned:
+        """Returns the decorated step with the shapes of its arguments. `is_first`: whether JAX has to be prepared,
+        which can be done once. Raises `OptionValueError`, `MeshError` or `ModelError` for options that make none."""
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = self.asked_mesh()
         options = parse_model_options(self.model_option)
         budget = parse_bytes(self.memory_budget, "--memory-budget")
         import_from_here(self.model, self.rules)
-        _session.start(_num_devices(mesh, self.machine))
+        if is_first:
+            _session.start(_num_devices(mesh, self.machine))
         from splitjax.cli._models import LayoutChoice, ModelChoice, planned_step
 
         return planned_step(

@@ -28,6 +28,7 @@ OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
 DEFAULT_MODEL = "vgg11"
 SizeText = Annotated[str, Shown(metavar="SIZE")]
 MeshText = Annotated[str, Shown(metavar="AXIS=SIZE,...")]
+TargetTexts = Annotated[tuple[str, ...], Shown(metavar="TARGET", adds_up=True)]
 RoleTexts = Annotated[tuple[str, ...], Shown(metavar="AXIS=ROLE", adds_up=True)]
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from splitjax import display
+from splitjax.auto_mesh import AUTO
 from splitjax.cli._model_command import ModelCommand, Page
-from splitjax.cli._options import OptionValueError, SizeText, parse_bytes
-from splitjax.cli._output import write_file, write_json
-from splitjax.machines import parse_target
+from splitjax.cli._options import OptionValueError, SizeText, TargetTexts, parse_bytes
+from splitjax.cli._output import print_value, write_file, write_json, write_page
+from splitjax.cli._waiting import waiting
+from splitjax.machines import Target, parse_target
+
+if TYPE_CHECKING:
+    from splitjax.choosing import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,9 @@ class ShowPlan(ModelCommand):
     """Plan for a machine such as tpu:v5e:4x4, tpu:v5p:4x4x4 or gpu:h200:2x8, and predict how long a step takes there,
     as a lower bound by its published peaks; or how long it takes here, by a file that `splitjax calibrate` wrote. Auto
     chooses by the same figures."""
+    pareto: TargetTexts = ()
+    """Compare these machines instead, such as tpu:v5e:2x4 tpu:v5e:4x4 gpu:h200:1x8: time of a step against memory of a
+    device, for the rules that are named, on the meshes that auto chooses. --memory-budget says what has to fit."""
     explain: str | None = None
     """Explain one layer, or the layer of one array, such as params/dense1, instead of showing the whole plan: why it
     lies so, and what each other layout of it would cost, on --target where that is a machine's name."""
@@ -61,6 +70,8 @@ class ShowPlan(ModelCommand):
             raise OptionValueError(
                 "there is no lock to write anew", value=True, place="--update-lock", remedy="name it with --lock FILE"
             )
+        if self.pareto:
+            return self._compare(console)
         if self.machine is not None:
             parse_target(self.machine, "--target")  # a mistake in it is told before anything is planned
         with self.busy("planning"):
@@ -88,3 +99,35 @@ class ShowPlan(ModelCommand):
         for line in (line for check in checks for line in check.lines):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return int(not all(check.passed for check in checks))
+
+    def _compare(self, console: Console) -> int:
+        """Shows what the step would take on each machine of `--pareto`."""
+        from splitjax.choosing.trade_off import trade_off
+
+        if self.target is not None or self.devices is not None:
+            raise OptionValueError(
+                "the machines that are compared say what and how many devices there are",
+                value=self.target if self.target is not None else self.devices,
+                place="--target" if self.target is not None else "--devices",
+                remedy="leave it away, or name the machine with --pareto too",
+            )
+        targets = [parse_target(each, "--pareto") for each in self.pareto]
+        budget = parse_bytes(self.memory_budget, "--memory-budget")
+        titles: list[str] = []
+
+        def choose(target: Target, allowed: int | None) -> Choice:
+            within = None if allowed is None else f"{allowed}B"
+            asked = dataclasses.replace(self, mesh=AUTO, devices=None, target=str(target), memory_budget=within)
+            planned = asked.planned(is_first=not titles)
+            planned.step.plan(*planned.arguments)
+            titles.append(planned.title)
+            return planned.step.choice
+
+        with waiting(f"comparing {len(targets)} machines for the step of {self.model}"):
+            compared = trade_off(choose, targets, budget)
+        console.print(f"{titles[0]}, {self.batch_size} examples", highlight=False)
+        print_value(compared, console)
+        if self.html is not None:
+            write_page(self.html, compared._repr_html_(), "splitjax plan --pareto")
+            console.print(f"page: {self.html}", highlight=False)
+        return int(compared.fewest is None)

@@ -97,6 +97,21 @@ def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
     """Returns the option `memory_budget` of those `given` in bytes, infinity for None. Raises `BudgetError` for what is
     no size, and where neither rules nor mesh are chosen."""
     budget = given["memory_budget"]
+    num_bytes = read_budget(budget, place)
+    if budget is not None and not _is_auto(given["rules"]) and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
+        raise BudgetError(
+            "a budget decides among layouts, and rules and mesh are said already",
+            value=budget,
+            place=f"{place}, memory_budget",
+            remedy='give it beside rules="auto" or mesh="auto"; `splitjax plan --assert-max-memory` checks what rules'
+            " need",
+        )
+    return num_bytes
+
+
+def read_budget(budget: str | int | None, place: str) -> float:
+    """Returns a budget in bytes, infinity for None. Raises `BudgetError`, which names the `place`, for what is no
+    size."""
     if budget is None:
         return math.inf
     try:
@@ -109,13 +124,5 @@ def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
             value=budget,
             place=f"{place}, memory_budget",
             remedy='write it as "16GiB", or as a whole number above 0',
-        )
-    if not _is_auto(given["rules"]) and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
-        raise BudgetError(
-            "a budget decides among layouts, and rules and mesh are said already",
-            value=budget,
-            place=f"{place}, memory_budget",
-            remedy='give it beside rules="auto" or mesh="auto"; `splitjax plan --assert-max-memory` checks what rules'
-            " need",
         )
     return num_bytes

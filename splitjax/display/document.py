@@ -181,6 +181,37 @@ class Areas:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dot:
+    """Marks a place of a plot: `x`, `y`, above 0. `is_filled`: else it is a ring. `note`: a sentence with the figures,
+    which HTML shows under the pointer."""
+
+    x: float
+    y: float
+    is_filled: bool = True
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """Plots series of dots over two axes, both logarithmic.
+
+    - `series`: (title, its dots from left to right). HTML joins those dots of a series that are on its `fronts`: the
+      positions, by series.
+    - `x_title`, `y_title`: what the axes are, with the unit. `x_ticks`, `y_ticks`: (place, label).
+    - `limit`: a place of the x axis that is marked; None for none. `key`: what filled dots and rings are, in words.
+    """
+
+    series: tuple[tuple[str, tuple[Dot, ...]], ...]
+    x_title: str
+    y_title: str
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    fronts: tuple[tuple[int, ...], ...] = ()
+    limit: float | None = None
+    key: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Section:
     """Holds parts under a title, which a reader of HTML can fold away. A section without content is not shown.
 
@@ -193,7 +224,7 @@ class Section:
     is_open: bool = True
 
 
-Part = Table | Pairs | Paragraph | Matrix | Timeline | Areas | Section
+Part = Table | Pairs | Paragraph | Matrix | Timeline | Areas | Scatter | Section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,4 +254,6 @@ def is_empty(part: Part) -> bool:
         return not part.entries
     if isinstance(part, Areas):
         return not part.panels
+    if isinstance(part, Scatter):
+        return not any(dots for _, dots in part.series)
     return not (part.lanes if isinstance(part, Timeline) else part.values)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from splitjax.display.areas import RULES, areas_html
+from splitjax.display import areas, scatter
+from splitjax.display.areas import areas_html
 from splitjax.display.document import (
     Areas,
     Bar,
@@ -20,6 +21,7 @@ from splitjax.display.document import (
     Pairs,
     Paragraph,
     Part,
+    Scatter,
     Section,
     Stretch,
     Table,
@@ -27,6 +29,7 @@ from splitjax.display.document import (
     is_empty,
 )
 from splitjax.display.figures import clean
+from splitjax.display.scatter import scatter_html
 
 _ROOT = "div.splitjax.splitjax.splitjax"
 _BAR_PIXELS = 100
@@ -87,7 +90,7 @@ ROOT .pairs th, ROOT .pairs td {{ display: block; padding: 0; }}
 ROOT .pairs td {{ margin: 0 0 6px 0; }}
 }}
 """
-STYLE: str = (_RULES + RULES).replace("ROOT", _ROOT)
+STYLE: str = (_RULES + areas.RULES + scatter.RULES).replace("ROOT", _ROOT)
 # A lane is divided among so many that share it; where there are more, it is grey.
 _MOST_SHARED = 9
 _CROWDED = "rgb(128, 128, 128)"
@@ -146,6 +149,8 @@ def _part(part: Part) -> str:
         return _timeline(part)
     if isinstance(part, Areas):
         return areas_html(part)
+    if isinstance(part, Scatter):
+        return scatter_html(part)
     return _table(part) if isinstance(part, Table) else _matrix(part)
 
 

@@ -24,6 +24,7 @@ from splitjax.display.document import (
     Pairs,
     Paragraph,
     Part,
+    Scatter,
     Section,
     Stretch,
     Table,
@@ -31,6 +32,7 @@ from splitjax.display.document import (
     is_empty,
 )
 from splitjax.display.figures import clean
+from splitjax.display.scatter import scatter_text
 
 MAX_WIDTH, PIPED_WIDTH, MIN_WIDTH = 160, 120, 60
 _GAP = "  "
@@ -97,6 +99,8 @@ def _blocks(parts: Sequence[Part], width: int) -> list[list[str]]:
             blocks.append(_timeline(part, width))
         elif isinstance(part, Areas):
             blocks.append(areas_text(part, width))
+        elif isinstance(part, Scatter):
+            blocks.append(scatter_text(part, width))
         else:
             assert isinstance(part, Matrix)  # a picture: HTML shows it
     return blocks

@@ -1,5 +1,5 @@
 """Registers how splitjax's values look: which document shows a plan, a report, a prediction, a profile, an advice, a
-search's answer, a choice of rules or a mesh.
+search's answer, a choice of rules or a mesh, a comparison of machines.
 
 `import splitjax` calls `register_documents`. Types are given by name and documents are made by functions that import
 their makers when they are first called, so that registering loads neither.
@@ -15,6 +15,7 @@ from splitjax.display.document import Document
 
 if TYPE_CHECKING:
     from splitjax.choosing.choice import Choice
+    from splitjax.choosing.trade_off import TradeOff
     from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.cost.time.prediction import StepTime
     from splitjax.machines.calibration import Calibration
@@ -39,6 +40,7 @@ def register_documents() -> None:
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
     registry.register("splitjax.search.solving.Solution", _solution)
     registry.register("splitjax.choosing.choice.Choice", _choice)
+    registry.register("splitjax.choosing.trade_off.TradeOff", _trade_off)
 
 
 def _plan(plan: Plan) -> Document:
@@ -117,3 +119,9 @@ def _choice(choice: Choice) -> Document:
     from splitjax.report.prediction.choice import choice_document
 
     return choice_document(choice)
+
+
+def _trade_off(compared: TradeOff) -> Document:
+    from splitjax.report.prediction.trade_off import trade_off_document
+
+    return trade_off_document(compared)

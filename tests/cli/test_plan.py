@@ -86,3 +86,16 @@ def test_a_layer_is_explained(run):
     assert status == 0 and "as planned" in out and "tpu:v5e:2x4" in out and "every layout of it" in out
     status, _, err = run(f"{PLAN} --explain dense7")
     assert status == 2 and "no such layer" in err and "dense1" in err
+
+
+def test_machines_are_compared(run, tmp_path):
+    page = tmp_path / "page.html"
+    status, out, _ = run(f"{PLAN} --rules data_parallel --pareto tpu:v5e:2x2 --pareto gpu:h100:1x2 --html {page}")
+    assert status == 0 and "the fewest devices that fit" in out and "tpu:v5e:2x2" in out and "gpu:h100" in out
+    assert "<circle" in page.read_text()
+    status, out, _ = run(f"{PLAN} --rules data_parallel --pareto gpu:h100:1x2 --memory-budget 1KiB")
+    assert status == 1 and "nothing fits within 1.0 KiB a device" in out
+    status, _, err = run(f"{PLAN} --pareto tpu:v5e:2x2 --target tpu:v5e:2x4")
+    assert status == 2 and "--target" in err and "--pareto too" in err
+    status, _, err = run(f"{PLAN} --pareto tpu:v99:2x2")
+    assert status == 2 and "--pareto" in err
