@@ -104,13 +104,27 @@ class ShowPlan(ModelCommand):
         """Shows what the step would take on each machine of `--pareto`."""
         from splitjax.choosing.trade_off import trade_off
 
-        if self.target is not None or self.devices is not None:
-            raise OptionValueError(
-                "the machines that are compared say what and how many devices there are",
-                value=self.target if self.target is not None else self.devices,
-                place="--target" if self.target is not None else "--devices",
-                remedy="leave it away, or name the machine with --pareto too",
-            )
+        for option, value in (("--target", self.target), ("--devices", self.devices)):
+            if value is not None:
+                raise OptionValueError(
+                    "the machines that are compared say what and how many devices there are",
+                    value=value,
+                    place=option,
+                    remedy="leave it away, or name the machine with --pareto too",
+                )
+        of_a_plan = {
+            "--explain": self.explain, "--memory-timeline": self.memory_timeline or None, "--json": self.json,
+            "--svg": self.svg, "--lock": self.lock, "--assert-max-memory": self.assert_max_memory,
+            "--assert-max-collective-bytes": self.assert_max_collective_bytes,
+        }  # fmt: skip
+        for option, value in of_a_plan.items():
+            if value is not None:
+                raise OptionValueError(
+                    "this is of one plan, and --pareto compares many",
+                    value=str(value),
+                    place=option,
+                    remedy="leave it away, or plan for one of the machines: --target MACHINE",
+                )
         targets = [parse_target(each, "--pareto") for each in self.pareto]
         budget = parse_bytes(self.memory_budget, "--memory-budget")
         titles: list[str] = []

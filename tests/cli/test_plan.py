@@ -97,5 +97,7 @@ def test_machines_are_compared(run, tmp_path):
     assert status == 1 and "nothing fits within 1.0 KiB a device" in out
     status, _, err = run(f"{PLAN} --pareto tpu:v5e:2x2 --target tpu:v5e:2x4")
     assert status == 2 and "--target" in err and "--pareto too" in err
+    status, _, err = run(f"{PLAN} --pareto tpu:v5e:2x2 --svg {tmp_path / 'plan.svg'}")
+    assert status == 2 and "--svg" in err and "compares many" in err
     status, _, err = run(f"{PLAN} --pareto tpu:v99:2x2")
     assert status == 2 and "--pareto" in err
