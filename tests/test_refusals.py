@@ -26,6 +26,10 @@ CAUGHT = {
         1,
         "a rule set that a step does not take on a mesh is no candidate there, and why is shown",
     ),
+    "choosing/trade_off.py: _points_on": (
+        1,
+        "a budget that nothing fits ends the row of a machine: less than that is not to be had there",
+    ),
     "planning/explaining.py: _alternatives": (
         1,
         "a layout that the step cannot have is listed with the reason, beside those that it can have",
