@@ -42,6 +42,10 @@ def pareto(
         raise OptionError(
             "there is no machine to compare", value=targets, place="targets", remedy='name one, such as "tpu:v5e:2x4"'
         )
+    if "target" in options:
+        raise OptionError(
+            "the machines are named together", value=options["target"], place="target", remedy="name it in targets"
+        )
     machines = [each if isinstance(each, Target) else parse_target(each, "targets") for each in targets]
 
     def choose(target: Target, allowed: int | None) -> Choice:

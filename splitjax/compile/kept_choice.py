@@ -31,6 +31,7 @@ from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.rules.ruleset import available, load_rules, parse_rules
 from splitjax.rules.writing import write_rules
+from splitjax.search import toulbar
 from splitjax.step.agreement import program_text
 from splitjax.step.traced import Traced
 
@@ -121,6 +122,7 @@ class KeptChoice:
             _sources(),
             jax.__version__,
             devices,
+            str(toulbar.is_installed()),
             _asked(asked),
             *_said(recipe),
             *_traced(traced),
@@ -250,6 +252,7 @@ def _traced(traced: Traced) -> Iterator[str]:
     # What registered operations say of themselves is in the graph, and not in the program.
     yield repr((graph.leaves, graph.layers, graph.uses, graph.num_examples, graph.flops, graph.activation_bytes))
     yield repr((graph.atom_sizes, graph.hard, graph.local, graph.soft, sorted(graph.example_atoms)))
+    yield repr((graph.reductions, graph.tables))
     yield repr((traced.said, traced.annotations, sorted(traced.matched.items())))
 
 

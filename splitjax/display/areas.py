@@ -6,7 +6,6 @@ all of its moments, however many they are.
 
 from __future__ import annotations
 
-import html
 import string
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from rich.cells import cell_len
 
 from splitjax.display.document import Areas, Panel
 from splitjax.display.figures import clean
+from splitjax.display.markup import line, safe
 
 # The style sheet of `html_layout` takes these in; ROOT stands for its root.
 RULES = """
@@ -55,7 +55,7 @@ def areas_html(areas: Areas) -> str:
     """Returns `areas` as HTML: a picture a panel, then which colour is which band's."""
     colours = _colours(areas)
     keys = "".join(
-        f'<span class="key"><span style="background: {colour}"></span>{_safe(title)}</span>'
+        f'<span class="key"><span style="background: {colour}"></span>{safe(title)}</span>'
         for title, colour in colours.items()
     )
     return "".join(_panel(areas, panel, colours) for panel in areas.panels) + f"<p>{keys}</p>"
@@ -82,37 +82,30 @@ def _panel(areas: Areas, panel: Panel, colours: dict[str, str]) -> str:
         points = " ".join([*outline, *reversed(ground)])
         shapes.append(
             f'<polygon points="{points}" style="fill: {colours[band.title]}">'
-            f"<title>{_safe(band.title)}</title></polygon>"
+            f"<title>{safe(band.title)}</title></polygon>"
         )
         below = above
     drawn = "".join(
-        _line((0.0, y), (num, y), 'stroke-opacity="0.25"') for y in (100 - 100 * y / top for y, _ in areas.ticks)
+        line((0.0, y), (num, y), 'stroke-opacity="0.25"') for y in (100 - 100 * y / top for y, _ in areas.ticks)
     )
     if panel.mark is not None:
         at = (panel.mark + 0.5) / total * num
-        drawn += _line((at, 0.0), (at, 100.0), 'stroke-dasharray="4 3"')
+        drawn += line((at, 0.0), (at, 100.0), 'stroke-dasharray="4 3"')
     ticks = "".join(
-        f'<span class="tick" style="top: {100 - 100 * y / top:.2f}%">{_safe(label)}</span>' for y, label in areas.ticks
+        f'<span class="tick" style="top: {100 - 100 * y / top:.2f}%">{safe(label)}</span>' for y, label in areas.ticks
     )
     keys = list(dict.fromkeys(stretch.keys[0] for each in areas.panels for stretch in each.strip))
     strip = "".join(
         f'<span style="left: {100 * each.start / total:.2f}%; width: {100 * (each.end - each.start) / total:.2f}%;'
-        f' background: {_STRIPS[keys.index(each.keys[0]) % len(_STRIPS)]}" title="{_safe(each.note or each.keys[0])}">'
-        f"{_safe(each.keys[0]) if (each.end - each.start) / total > _WIDE else ''}</span>"
+        f' background: {_STRIPS[keys.index(each.keys[0]) % len(_STRIPS)]}" title="{safe(each.note or each.keys[0])}">'
+        f"{safe(each.keys[0]) if (each.end - each.start) / total > _WIDE else ''}</span>"
         for each in panel.strip
     )
     return (
-        f'<div class="panel"><p>{_safe(panel.title)}</p><div class="plot">{ticks}'
-        f'<svg viewBox="0 0 {num} 100" preserveAspectRatio="none" role="img" aria-label="{_safe(panel.title)}">'
+        f'<div class="panel"><p>{safe(panel.title)}</p><div class="plot">{ticks}'
+        f'<svg viewBox="0 0 {num} 100" preserveAspectRatio="none" role="img" aria-label="{safe(panel.title)}">'
         f'{"".join(shapes)}{drawn}</svg></div><div class="strip">{strip}</div>'
-        f'<p class="below">{_safe(panel.axis)}</p></div>'
-    )
-
-
-def _line(start: tuple[float, float], end: tuple[float, float], look: str) -> str:
-    return (
-        f'<line x1="{start[0]:.2f}" y1="{start[1]:.2f}" x2="{end[0]:.2f}" y2="{end[1]:.2f}" stroke="currentColor"'
-        f' vector-effect="non-scaling-stroke" {look}/>'
+        f'<p class="below">{safe(panel.axis)}</p></div>'
     )
 
 
@@ -170,7 +163,3 @@ def _wrapped(texts: Sequence[str], width: int, comma: str) -> list[str]:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
     return [line for line in lines if line]
-
-
-def _safe(text: str) -> str:
-    return html.escape(clean(text), quote=True)

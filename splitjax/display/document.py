@@ -198,7 +198,8 @@ class Scatter:
     - `series`: (title, its dots from left to right). HTML joins those dots of a series that are on its `fronts`: the
       positions, by series.
     - `x_title`, `y_title`: what the axes are, with the unit. `x_ticks`, `y_ticks`: (place, label).
-    - `limit`: a place of the x axis that is marked; None for none. `key`: what filled dots and rings are, in words.
+    - `limit`: a place of the x axis that is marked; None for none.
+    - `filled`, `ring`, `joined`: what these dots are, in words; empty for what there is none of.
     """
 
     series: tuple[tuple[str, tuple[Dot, ...]], ...]
@@ -208,7 +209,9 @@ class Scatter:
     y_ticks: tuple[tuple[float, str], ...]
     fronts: tuple[tuple[int, ...], ...] = ()
     limit: float | None = None
-    key: str = ""
+    filled: str = ""
+    ring: str = ""
+    joined: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ tr:nth-child(odd)`), so every selector here names its class three times, which w
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 
 from splitjax.display import areas, scatter
@@ -28,7 +27,7 @@ from splitjax.display.document import (
     Timeline,
     is_empty,
 )
-from splitjax.display.figures import clean
+from splitjax.display.markup import safe
 from splitjax.display.scatter import scatter_html
 
 _ROOT = "div.splitjax.splitjax.splitjax"
@@ -122,11 +121,6 @@ def page(body: str, title: str) -> str:
         f"<title>{safe(title)}</title><style>{_PAGE_STYLE}</style></head>\n"
         f"<body><h1>{safe(title)}</h1>{body}</body></html>\n"
     )
-
-
-def safe(text: str) -> str:
-    """Returns `text` with its control characters made visible and everything that HTML would read as markup escaped."""
-    return html.escape(clean(text), quote=True)
 
 
 def _parts(parts: Sequence[Part]) -> str:

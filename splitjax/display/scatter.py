@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import string
 
@@ -10,6 +9,7 @@ from rich.cells import cell_len
 
 from splitjax.display.document import Dot, Scatter
 from splitjax.display.figures import clean
+from splitjax.display.markup import line, safe
 
 # The style sheet of `html_layout` takes these in; ROOT stands for its root.
 RULES = """
@@ -50,22 +50,22 @@ def scatter_html(scatter: Scatter) -> str:
     for place, label in scatter.x_ticks:
         if 0 <= _share(place, across) <= 1:
             x = x_of(place)
-            drawn.append(_line((x, _TOP), (x, _HEIGHT - _BOTTOM), 'stroke-opacity="0.15"'))
-            drawn.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_safe(label)}</text>')
+            drawn.append(line((x, _TOP), (x, _HEIGHT - _BOTTOM), 'stroke-opacity="0.15"'))
+            drawn.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{safe(label)}</text>')
     for place, label in scatter.y_ticks:
         if 0 <= _share(place, up) <= 1:
             y = y_of(place)
-            drawn.append(_line((_LEFT, y), (_WIDTH - _RIGHT, y), 'stroke-opacity="0.15"'))
-            drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_safe(label)}</text>')
+            drawn.append(line((_LEFT, y), (_WIDTH - _RIGHT, y), 'stroke-opacity="0.15"'))
+            drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{safe(label)}</text>')
     if scatter.limit is not None:
         x = x_of(scatter.limit)
-        drawn.append(_line((x, _TOP), (x, _HEIGHT - _BOTTOM), 'stroke-dasharray="5 4"'))
+        drawn.append(line((x, _TOP), (x, _HEIGHT - _BOTTOM), 'stroke-dasharray="5 4"'))
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    drawn.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{_safe(scatter.x_title)}</text>')
+    drawn.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{safe(scatter.x_title)}</text>')
     y_middle = (_TOP + _HEIGHT - _BOTTOM) / 2
     drawn.append(
         f'<text x="12" y="{y_middle}" text-anchor="middle" transform="rotate(-90 12 {y_middle})">'
-        f"{_safe(scatter.y_title)}</text>"
+        f"{safe(scatter.y_title)}</text>"
     )
     for number, (title, dots) in enumerate(scatter.series):
         colour = _colour(number)
@@ -74,13 +74,14 @@ def scatter_html(scatter: Scatter) -> str:
         drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-opacity="0.6"/>')
         drawn += [_dot(dot, (x_of(dot.x), y_of(dot.y)), colour, title) for dot in dots]
     keys = "".join(
-        f'<span class="key"><span style="background: {_colour(number)}"></span>{_safe(title)}</span>'
+        f'<span class="key"><span style="background: {_colour(number)}"></span>{safe(title)}</span>'
         for number, (title, _) in enumerate(scatter.series)
     )
+    told = "; ".join([*_said("filled", "a ring", scatter), *([scatter.joined] if scatter.joined else [])])
     label = f"{scatter.y_title} against {scatter.x_title}"
     return (
-        f'<div class="scatter"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_safe(label)}">'
-        f'{"".join(drawn)}</svg><p class="dots">{keys}{_safe(scatter.key)}</p></div>'
+        f'<div class="scatter"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{safe(label)}">'
+        f'{"".join(drawn)}</svg><p class="dots">{keys}{safe(told)}</p></div>'
     )
 
 
@@ -92,14 +93,7 @@ def _dot(dot: Dot, place: tuple[float, float], colour: str, title: str) -> str:
     look = f'fill="{colour}"' if dot.is_filled else 'fill="transparent"'
     return (
         f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="5" stroke="{colour}" stroke-width="2" {look}>'
-        f"<title>{_safe(dot.note or title)}</title></circle>"
-    )
-
-
-def _line(start: tuple[float, float], end: tuple[float, float], look: str) -> str:
-    return (
-        f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="currentColor"'
-        f" {look}/>"
+        f"<title>{safe(dot.note or title)}</title></circle>"
     )
 
 
@@ -112,15 +106,15 @@ def scatter_text(scatter: Scatter, width: int) -> list[str]:
     column = lambda x: min(int(_share(x, across) * room), room - 1)
     row = lambda y: _ROWS - 1 - min(int(_share(y, up) * _ROWS), _ROWS - 1)
     if scatter.limit is not None:
-        for line in cells:
-            line[column(scatter.limit)] = ":"
+        for across_all in cells:
+            across_all[column(scatter.limit)] = ":"
     for number, (_, dots) in enumerate(scatter.series):
         letter = _LETTERS[number % len(_LETTERS)]
         for dot in dots:
             cells[row(dot.y)][column(dot.x)] = letter if dot.is_filled else letter.lower()
     at = {row(place): label for place, label in scatter.y_ticks if 0 <= _share(place, up) <= 1}
     lines = [clean(scatter.y_title)]
-    lines += [f"{clean(at.get(k, '')):>{labels}} |{''.join(line)}".rstrip() for k, line in enumerate(cells)]
+    lines += [f"{clean(at.get(k, '')):>{labels}} |{''.join(shown)}".rstrip() for k, shown in enumerate(cells)]
     lines.append(f"{'':>{labels}} +{'-' * room}")
     below = [" "] * (labels + 2 + room)
     for place, label in scatter.x_ticks:
@@ -131,8 +125,10 @@ def scatter_text(scatter: Scatter, width: int) -> list[str]:
     lines.append("".join(below).rstrip())
     lines.append(f"{'':>{labels}}  {clean(scatter.x_title)}")
     lines += [f"{_LETTERS[number % len(_LETTERS)]} {clean(title)}" for number, (title, _) in enumerate(scatter.series)]
-    return [*lines, clean(scatter.key)] if scatter.key else lines
+    return [*lines, *_said("a capital letter", "a small letter", scatter)]
 
 
-def _safe(text: str) -> str:
-    return html.escape(clean(text), quote=True)
+def _said(filled: str, ring: str, scatter: Scatter) -> list[str]:
+    """Returns what the two kinds of dots are, as a layout shows them."""
+    kinds = ((filled, scatter.filled), (ring, scatter.ring))
+    return [f"{shown}: {clean(meaning)}" for shown, meaning in kinds if meaning]

@@ -112,3 +112,5 @@ def test_a_step_is_compared_on_machines_that_are_not_here():
         splitjax.pareto(step, state, batch, targets=["tpu:v99:2x2"])
     with pytest.raises(BudgetError, match="number of bytes"):
         splitjax.pareto(step, state, batch, targets=targets, memory_budget="lots")
+    with pytest.raises(OptionError, match="named together"):
+        splitjax.pareto(step, state, batch, targets=targets, target="tpu:v5e:2x4")

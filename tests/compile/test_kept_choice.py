@@ -15,6 +15,7 @@ import pytest
 import splitjax
 from splitjax.compile import choosing as deciding
 from splitjax.compile import kept_choice
+from splitjax.search import toulbar
 
 f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 STATE, BATCH = {"up": f32(64, 512), "down": f32(512, 64)}, f32(256, 64)
@@ -99,6 +100,15 @@ def test_another_version_searches_again(folder, searches, monkeypatch):
     monkeypatch.setattr(kept_choice, "_sources", lambda: "another version")
     chosen()
     assert len(searches) == 2 == len(files(folder))
+
+
+def test_another_solver_searches_again(folder, searches, monkeypatch):
+    chosen()
+    there = toulbar.is_installed()
+    monkeypatch.setattr(toulbar, "is_installed", lambda: not there)
+    monkeypatch.setattr(deciding, "rank", lambda *args, **options: pytest.fail("searched"))
+    with pytest.raises(pytest.fail.Exception, match="searched"):
+        chosen()
 
 
 @pytest.mark.parametrize("harm", ["cut", "edited", "another's", "numbers"])

@@ -17,7 +17,9 @@ PLOT = Scatter(
     ((1.0, "1 s"), (100.0, "100 s")),
     ((0, 1), (0,)),
     limit=100.0,
-    key="a ring does not fit",
+    filled="fits",
+    ring="does not fit",
+    joined="joined: best",
 )
 
 
@@ -27,7 +29,11 @@ def test_dots_stand_by_their_logarithms():
     (low_x, low_y), (high_x, high_y), (x, y) = places
     assert abs((low_x + high_x) / 2 - x) < 0.11 and abs((low_y + high_y) / 2 - y) < 0.11 and low_y > high_y
     assert markup.count('fill="transparent"') == 1 and "a &amp; b" in markup and "&lt;one&gt;" in markup
-    assert "far" not in markup and "stroke-dasharray" in markup and "a ring does not fit" in markup
+    assert (
+        "far" not in markup
+        and "stroke-dasharray" in markup
+        and "filled: fits; a ring: does not fit; joined: best" in markup
+    )
 
 
 def test_text_has_a_letter_for_each_series():
@@ -35,7 +41,11 @@ def test_text_has_a_letter_for_each_series():
     assert max(map(len, lines)) <= 60 and lines[0] == "time"
     columns = {letter: next(line.index(letter, 8) for line in lines[1:15] if letter in line[8:]) for letter in "AaB"}
     assert columns["A"] < columns["B"] < columns["a"]
-    assert "A <one>" in lines and "B two" in lines and lines[-1] == "a ring does not fit"
+    assert (
+        "A <one>" in lines
+        and "B two" in lines
+        and lines[-2:] == ["a capital letter: fits", "a small letter: does not fit"]
+    )
     assert "thousand" in "\n".join(lines) and "far" not in "\n".join(lines)
     assert "B two" in render_text(Document("", (PLOT,)), 60)
 

@@ -76,7 +76,9 @@ def _picture(compared: TradeOff) -> Scatter:
         tuple((place, seconds_text(place)) for place in _rounded(min(seconds), max(seconds))),
         tuple(fronts),
         compared.budget_bytes,
-        "filled (a capital letter): it fits; a ring (a small letter): it does not; joined: none beats it",
+        filled="it fits",
+        ring="it does not fit" if not all(map(compared.fits, compared.points)) else "",
+        joined="joined: no layout beats them",
     )
 
 

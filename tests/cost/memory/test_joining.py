@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +11,7 @@ import pytest
 from splitjax.cost.memory.joining import Domain, Kernel, joined
 from splitjax.cost.memory.lifetimes import PlacedProgram
 from splitjax.cost.time.work import tasks_of, totals, walk
+from tests.cost.memory.on_a_gpu import compiled
 
 LOOP, ROWS = Domain(1024), Domain(1024, (1,))
 MIB = 2**20
@@ -99,16 +96,8 @@ def test_kernels_of_a_gpu():
     ],
 )
 def test_what_the_compiler_makes_of_them(name, kernel):
-    root = pathlib.Path(__file__).resolve().parents[3]
-    here = {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": str(root)}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.h200", name],
-        cwd=root, env={**os.environ, **here, "XLA_FLAGS": "--xla_gpu_autotune_level=0"}, capture_output=True, text=True,
-        timeout=400,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-4000:]
     # Kernels of the program itself, or of a turn of its loop: none in what they are made of.
-    bodies = re.split(r"\n(?=%|ENTRY )", found.stdout)
+    bodies = re.split(r"\n(?=%|ENTRY )", compiled(name))
     of_loop = [body for body in bodies if body.startswith("%region_0")]
     (body,) = of_loop if name == "scanned_slices" else [body for body in bodies if body.startswith("ENTRY")]
     lines = [line for line in body.splitlines() if re.search(r" (fusion|custom-call)\(", line)]
