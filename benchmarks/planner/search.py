@@ -77,6 +77,7 @@ def measure(model: Searched, repeats: int = REPEATS) -> dict[str, Any]:
     from splitjax.step.traced import trace_step
 
     target = parse_target(TARGET)
+    jax.config.update("jax_enable_compilation_cache", False)  # no repeat reads what the one before it chose
     searches, wholes = [], []
     for _ in range(repeats):
         step, state, batch = model.make()
