@@ -77,7 +77,6 @@ def measure(model: Searched, repeats: int = REPEATS) -> dict[str, Any]:
     from splitjax.step.traced import trace_step
 
     target = parse_target(TARGET)
-    jax.config.update("jax_enable_compilation_cache", False)  # no repeat reads what the one before it chose
     searches, wholes = [], []
     for _ in range(repeats):
         step, state, batch = model.make()
@@ -146,10 +145,17 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
 def main(quick: bool, output: pathlib.Path | None) -> int:
     """Measures; returns 1 where a goal is missed. `output`: folder of the page; without it a page is written of a whole
     run only."""
+    import jax
+
     virtual_devices()
     found = []
     for model in QUICK if quick else MODELS:
-        found.append(measure(model, 1 if quick else REPEATS))
+        kept = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)  # no repeat reads what the one before it chose
+        try:
+            found.append(measure(model, 1 if quick else REPEATS))
+        finally:
+            jax.config.update("jax_enable_compilation_cache", kept)
         one = found[-1]
         print(f"{model.name}: {one['search_seconds']:.2f} s, with programs {one['whole_seconds']:.2f} s, {one['mesh']}")
     command = "python -m benchmarks planner --only search" + (" --quick" if quick else "")
