@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from splitjax import _compat
 from splitjax.errors import DonatedStateError
 from splitjax.step.positions import ArgumentRoles
 
@@ -55,11 +56,13 @@ def look_at_states(args: Sequence[Any], state_argnums: Sequence[int]) -> tuple[i
     looked at), and whether any array stands in the states a second time.
     """
     seen: set[int] = set()
-    count = 0
+    count, concrete = 0, _compat.CONCRETE_ARRAY
     for number in state_argnums:
         leaves = jax.tree.leaves(args[number])
         for leaf in leaves[:: len(leaves) // _SAMPLED_LEAVES + 1] + leaves[-1:]:
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            # The type first: `isinstance` of both kinds takes four times as long, 24 times a call.
+            is_concrete = type(leaf) is concrete or (isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+            if is_concrete and leaf.is_deleted():
                 return number, False
         count += len(leaves)
         seen.update(map(id, leaves))
