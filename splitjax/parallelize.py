@@ -62,7 +62,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `group_comm`: how examples cross from replicated into split layers: `"gather"`, `"turns"`, `"modulo"`, or
       `"auto"`, which chooses between the first and the last by predicted memory.
     - `shard_state`: also split optimizer state and summed gradients of parameters that are whole over some axes over
-      these axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). A pinned plan decides for
+      these axes; the parameters stay whole (ZeRO stages 1 and 2; docs/sharded_state.md). `"auto"` chooses it by
+      predicted seconds and the budget, alone or with rules and mesh (docs/choosing.md). A pinned plan decides for
       itself.
     - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its
       name, `"auto"`, or `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where
@@ -72,8 +73,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       It changes the numbers (docs/partial_backpropagation.md).
     - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature
       (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
-    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"` or `mesh="auto"`: a layout is
-      chosen only if the upper bound of the memory of its plan is within, and a `BudgetError` says so where none is.
+    - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside `rules="auto"`, `mesh="auto"` or
+      `shard_state="auto"`: a layout is chosen only if the upper bound of the memory of its plan is within, and a
+      `BudgetError` says so where none is.
     - `target`: the machine that the step is for, such as `"tpu:v5e:4x4"`, where it is not the one that JAX sees: rules
       and mesh are chosen by its published figures, the memory that plans tell is that of its compiler, and the step is
       planned and lowered for its devices, and does not run without them (docs/planning.md). A file that `splitjax

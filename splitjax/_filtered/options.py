@@ -87,8 +87,9 @@ class SharedChoice:
     def keywords(self) -> dict[str, Any]:
         """The options of the next plain step: what was chosen stays."""
         decided = self._decided
-        if decided is not None:
-            return {**self._told, "mesh": self.mesh, "rules": decided.rules, "memory_budget": None}
+        if decided is not None and decided.choice is not None:
+            chosen = {"rules": decided.rules, "shard_state": decided.choice.best.shards_state}
+            return {**self._told, **chosen, "mesh": self.mesh, "memory_budget": None}
         return {**self._told, "mesh": self._asked if isinstance(self._asked, AutoMesh) else self.mesh}
 
     @property

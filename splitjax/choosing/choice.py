@@ -18,6 +18,7 @@ from splitjax.rules.ruleset import AUTO, RuleSet
 # Stands for the solver where no search was made, or none found what fits.
 NO_SOLVER = "none"
 _SHOWN = 7  # of the candidates in a plan
+STATE = "shard_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,13 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Is a rule set on a mesh with what it was predicted to take.
+    """Is a rule set on a mesh, and how the step runs under it, with what it was predicted to take.
 
-    **Attributes:** `seconds`: of a step, as a sum of its parts. `state_bytes`: of a device's states, exactly.
-    `peak_bytes`: of a device, as a sum of all that the step stores. `bound_bytes`: what a device needs at most, by the
-    lifetimes of the lowered step; None where it was not lowered to find out. `program_seconds`: of the lowered step on
-    its machine, as `step.time` says; None where it was not lowered, or nothing is known of the machine.
+    **Attributes:** `shards_state`: whether optimizer state and summed gradients of whole parameters lie in parts over
+    the axes of the batch (`shard_state`). `seconds`: of a step, as a sum of its parts. `state_bytes`: of a device's
+    states, exactly. `peak_bytes`: of a device, as a sum of all that the step stores. `bound_bytes`: what a device needs
+    at most, by the lifetimes of the lowered step; None where it was not lowered to find out. `program_seconds`: of the
+    lowered step on its machine, as `step.time` says; None where it was not lowered, or nothing is known of the machine.
     """
 
     rules: RuleSet
@@ -51,10 +53,15 @@ class Candidate:
     peak_bytes: int
     bound_bytes: int | None = None
     program_seconds: float | None = None
+    shards_state: bool = False
 
     @property
     def name(self) -> str:
-        """The name of the rule set, and what tells answers of the search from each other."""
+        """The name of the rule set, what tells answers of the search from each other, and how the step runs."""
+        return f"{self._layout} with sharded state" if self.shards_state else self._layout
+
+    @property
+    def _layout(self) -> str:
         if self.rules.name != AUTO:
             return self.rules.name
         batch = self.rules.replicated_batch
@@ -71,7 +78,11 @@ class Candidate:
         return self.needed_bytes <= budget_bytes
 
     def is_as(self, other: Candidate) -> bool:
-        """Whether it is the same rules on the same mesh as `other`."""
+        """Whether it is the same rules on the same mesh as `other`, and runs alike."""
+        return self.lies_as(other) and self.shards_state == other.shards_state
+
+    def lies_as(self, other: Candidate) -> bool:
+        """Whether it is the same rules on the same mesh as `other`, however each runs."""
         return self.mesh == other.mesh and self.rules == other.rules
 
 
@@ -111,7 +122,7 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Choice:
-    """Is what was chosen: the mesh, the rules or both, with all that was compared. It prints as a table.
+    """Is what was chosen, such as the mesh and the rules, with all that was compared. It prints as a table.
 
     **Attributes:**
 
@@ -125,6 +136,7 @@ class Choice:
       number of these is limited.
     - `budget_bytes`: of a device; infinity without one.
     - `given`: the name of the rules where they were given; empty where they were chosen.
+    - `also`: the other options that were left to be chosen: `shard_state`.
     """
 
     best: Candidate
@@ -136,6 +148,13 @@ class Choice:
     passed_over: tuple[MeshShape, ...] = ()
     budget_bytes: float = math.inf
     given: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options that were left to be chosen, by name."""
+        rules = () if self.given else ("rules",)
+        return (*(("mesh",) if len(self.meshes) > 1 else ()), *rules, *self.also) or ("mesh",)
 
     @property
     def rules(self) -> RuleSet:
@@ -216,15 +235,16 @@ class Choice:
 
     def lines(self) -> Iterator[str]:
         """Yields what a plan notes of it, a line each."""
-        best, chosen = self.best, 'rules="auto"' if not self.given else 'mesh="auto"'
-        if not self.given and len(self.meshes) > 1:
-            chosen = 'mesh="auto" with rules="auto"'
+        best, (first, *others) = self.best, [f'{option}="auto"' for option in self.options]
+        chosen = f"{first} with {listed(others)}" if others else first
         by = f"{best.mesh} for rules {best.name}" if self.given else f"{best.name} on {best.mesh}"
         yield f"{chosen} chose {by}: predicted {_told(best)}"
         if len(self.meshes) > 1:
             yield from self._about_meshes()
         if not self.given:
             yield from self._about_rules()
+        if STATE in self.also:
+            yield self._about_state()
         yield from self._about_budget()
 
     def _about_meshes(self) -> Iterator[str]:
@@ -266,6 +286,23 @@ class Choice:
             rest = "; ".join(value for value in each.values if value != each.chosen)
             yield f"{each.name}{more}: {each.chosen}" + (f" (it could be: {rest})" if rest else "")
 
+    def _about_state(self) -> str:
+        """Says how optimizer state lies, and what the other way would take."""
+        best = self.best
+        other = next((each for each in self.candidates if each.lies_as(best) and not each.is_as(best)), None)
+        if other is None:
+            return (
+                f"{STATE}: it changes nothing: these rules split what is trained over the axes of the batch already, or"
+                " nothing of it divides further"
+            )
+        lies = "optimizer state and summed gradients lie in parts over the axes of the batch"
+        how = (lies, "whole") if best.shards_state else ("optimizer state lies as its parameters do", "sharded")
+        return f"{STATE}: {how[0]}: {self._figures(best)}; {how[1]}: {self._figures(other)} ({self.verdict(other)})"
+
+    def _figures(self, each: Candidate) -> str:
+        at_most = "" if each.bound_bytes is None else f", {bytes_text(each.bound_bytes)} a device at most"
+        return f"{_told(each)}, {bytes_text(each.state_bytes)} of states a device{at_most}"
+
     def _about_budget(self) -> Iterator[str]:
         too_large = [
             each
@@ -276,6 +313,12 @@ class Choice:
             on = (lambda each: f" on {each.mesh}") if len(self.meshes) > 1 else (lambda _: "")
             named = ", ".join(f"{each.name}{on(each)} at most {bytes_text(each.needed_bytes)}" for each in too_large)
             yield f"faster, and not within {bytes_text(int(self.budget_bytes))}: {named}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Returns words in a row, as a sentence has them: `mesh, rules and shard_state`."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _told(candidate: Candidate) -> str:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.auto_mesh import AutoMesh
-from splitjax.choosing.choice import Answer, Candidate, Choice, Refused
+from splitjax.choosing.choice import STATE, Answer, Candidate, Choice, Refused
 from splitjax.choosing.domain import batch_modes, groups_of, num_experts, speaks_of
 from splitjax.choosing.layering import Pricing, answers, laid_out
 from splitjax.choosing.prices import Prices
@@ -22,7 +22,7 @@ from splitjax.errors import BudgetError, SplitjaxError
 from splitjax.mesh import MeshShape
 from splitjax.roles import Role
 from splitjax.rules.pins import Pin
-from splitjax.rules.ruleset import RuleSet, available, load_rules
+from splitjax.rules.ruleset import AUTO, RuleSet, available, load_rules
 from splitjax.search.effort import Effort
 from splitjax.trace.graph import Graph
 
@@ -83,10 +83,10 @@ def rank(
     """Compares layouts of a step on meshes, and raises nothing where nothing fits the budget: for who has better
     figures of what each candidate needs.
 
-    **Arguments:** `pricings`: of the step on each mesh. `further`: of those with a third axis. `rules`: those that were
-    given, which are compared on every mesh; None to choose them too. `refused`: what was no candidate before anything
-    was priced. `budget_bytes`: of a device, which the search holds by a sum; infinity without one. `effort`: as for
-    `choose_rules`.
+    **Arguments:** `pricings`: of the step on each mesh; those with sharded state behind those without, where both are
+    compared. `further`: of those with a third axis. `rules`: those that were given, which are compared on every mesh;
+    None to choose them too. `refused`: what was no candidate before anything was priced. `budget_bytes`: of a device,
+    which the search holds by a sum; infinity without one. `effort`: as for `choose_rules`.
 
     Raises what `rules.assign` raises where there is no candidate at all."""
     candidates: list[Candidate] = []
@@ -109,8 +109,10 @@ def rank(
         more, also_dropped = _searched(promising, candidates, budget_bytes, effort)
         candidates += [each.candidate for each in more]
         searched, dropped = [*searched, *more], (*dropped, *also_dropped)
+        candidates += _other_ways((*pricings, *promising), candidates)
     if not candidates:
         raise not_taken[0][1]
+    candidates = list(_telling(candidates))
     fitting = [each for each in candidates if each.fits(budget_bytes)]
     # Where nothing fits, what needs least is the best.
     best = min(fitting, key=lambda each: each.seconds, default=None) or min(candidates, key=lambda x: x.peak_bytes)
@@ -118,12 +120,13 @@ def rank(
         best,
         tuple(sorted(candidates, key=lambda each: each.seconds)),
         tuple(searched),
-        (*refused, *(each for each, _ in not_taken)),
+        tuple(dict.fromkeys((*refused, *(each for each, _ in not_taken)))),
         tuple(dict.fromkeys((*(each.mesh for each in (*pricings, *further)), *(each.mesh for each in refused)))),
         dropped,
-        tuple(each.mesh for each in further if each not in promising) if rules is None else (),
+        tuple(dict.fromkeys(each.mesh for each in further if each not in promising)) if rules is None else (),
         budget_bytes,
         given="" if rules is None else rules.name,
+        also=(STATE,) if len({each.shards_state for each in pricings}) > 1 else (),
     )
 
 
@@ -133,11 +136,11 @@ def _searched(
     """Returns what the search says on each mesh, and the meshes that it left out: on which nothing can be as fast as
     the best of the `known` candidates and the answers so far."""
     found: list[Answer] = []
-    dropped: list[MeshShape] = []
+    there: set[MeshShape] = set()
     # The most promising meshes first, so that their answers drop the others.
     fastest = lambda mesh: min((each.seconds for each in known if each.mesh == mesh), default=math.inf)
     for pricing in sorted(pricings, key=lambda pricing: fastest(pricing.mesh)):
-        graph, mesh, searched = pricing.graph, pricing.mesh, False
+        graph, mesh = pricing.graph, pricing.mesh
         for mode in batch_modes(mesh):
             candidates = (*known, *(each.candidate for each in found))
             best = min((each.seconds for each in candidates if each.fits(budget_bytes)), default=math.inf)
@@ -145,11 +148,28 @@ def _searched(
             flops = graph.flops * (2 if pricing.backward else 1)
             if pricing.prices.least_seconds(flops, mesh.num_devices) > best:
                 continue
-            searched = True
+            there.add(mesh)
             found += answers(pricing, groups_of(graph, mesh, mode), mode, budget_bytes, effort)
-        if not searched:
-            dropped.append(mesh)
-    return found, tuple(dropped)
+    return found, tuple(dict.fromkeys(each.mesh for each in pricings if each.mesh not in there))
+
+
+def _other_ways(pricings: Sequence[Pricing], candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yields the answers of the search that were found with sharded state without it, and the other way round, where
+    both are compared."""
+    for each in candidates:
+        for pricing in pricings:
+            if each.rules.name == AUTO and each.mesh == pricing.mesh and each.shards_state != pricing.shards_state:
+                if not any(other.lies_as(each) and not other.is_as(each) for other in candidates):
+                    yield pricing.candidate(each.rules, laid_out(pricing, each.rules))
+
+
+def _telling(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yields the candidates, without those with sharded state of which nothing is sharded."""
+    for each in candidates:
+        whole = next((other for other in candidates if other.lies_as(each) and not other.shards_state), None)
+        known = lambda one: (one.seconds, one.state_bytes, one.peak_bytes)
+        if not each.shards_state or whole is None or known(each) != known(whole):
+            yield each
 
 
 def _apart(pricing: Pricing, sets: Iterable[RuleSet]) -> Iterator[RuleSet]:
@@ -181,7 +201,8 @@ def _promising(
             whole = frozenset((sizes | {data: mesh.size((data, *third))}).items())
             if third and (role is Role.EXPERT or _may_store_apart(pricing, undivided.get(whole), budget_bytes)):
                 ranked.append((min(best.get(_wide(mesh), _NONE), best.get(whole, _NONE)), number))
-        found += [further[number] for _, number in sorted(ranked)[:_FURTHER]]
+        meshes = list(dict.fromkeys(further[number].mesh for _, number in sorted(ranked)))[:_FURTHER]
+        found += [each for each in further if each.mesh in meshes and each not in found]
     return found
 
 

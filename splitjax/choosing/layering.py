@@ -21,9 +21,10 @@ from splitjax.choosing.prices import Prices
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
-from splitjax.rules.assign import assign
+from splitjax.rules.assign import Assignment, assign
 from splitjax.rules.pins import Pin
 from splitjax.rules.ruleset import RuleSet
+from splitjax.rules.sharded_state import shard_state
 from splitjax.search.effort import Effort
 from splitjax.search.network import CostNetwork, Memory, MemoryUse, Pair
 from splitjax.search.solving import solve
@@ -36,25 +37,36 @@ _ROUNDS = 4
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pricing:
     """Says what rule sets cost a step on a mesh. `pins`: where users pinned arrays; `backward`: whether it takes a
-    gradient."""
+    gradient; `shards_state`: whether optimizer state of whole parameters lies in parts."""
 
     graph: Graph
     mesh: MeshShape
     prices: Prices
     pins: Mapping[str, Pin]
     backward: bool
+    shards_state: bool = False
 
     def candidate(self, rules: RuleSet, prediction: Prediction) -> Candidate:
         """Returns `rules` with what the `prediction` of them takes."""
         memory = prediction.memory
-        return Candidate(rules, self.mesh, self.prices.seconds(prediction), memory.state_bytes, memory.peak_bytes)
+        seconds, shards = self.prices.seconds(prediction), self.shards_state
+        return Candidate(rules, self.mesh, seconds, memory.state_bytes, memory.peak_bytes, shards_state=shards)
+
+    def assigned(self, rules: RuleSet) -> Assignment:
+        """Returns the layout by `rules`, with state in parts where that is asked for. Raises what `rules.assign` raises
+        for rules that do not suit the step."""
+        found = assign(self.graph, rules, self.mesh, self.pins)
+        if not self.shards_state:
+            return found
+        return dataclasses.replace(found, leaves=shard_state(self.graph, found.leaves, self.mesh, found.batch_axes)[0])
 
 
 def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
     """Predicts the step under `rules`. Raises what `rules.assign` raises for rules that do not suit it."""
-    graph = pricing.graph
-    found = assign(graph, rules, pricing.mesh, pricing.pins)
-    step = LaidOutStep(graph, found.leaves, found.layers, pricing.mesh, found.batch_axes, found.replicated_batch)
+    found = pricing.assigned(rules)
+    step = LaidOutStep(
+        pricing.graph, found.leaves, found.layers, pricing.mesh, found.batch_axes, found.replicated_batch
+    )
     return predict_step(step, Manner(pricing.backward))
 
 
@@ -143,7 +155,7 @@ def changes(
         turns.append({i: value for i, group in enumerate(groups) if i not in linked and value < len(group.ways)})
     for turn in turns:
         values = [turn.get(i, 0) for i in range(len(groups))]
-        leaves = assign(graph, rule_set(groups, values, mode), pricing.mesh, pricing.pins).leaves
+        leaves = pricing.assigned(rule_set(groups, values, mode)).leaves
         changed: dict[int, list[LeafPlan]] = {i: [] for i in turn}
         for new, old in zip(leaves, base.leaves, strict=True):
             if new != old:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from splitjax.auto_mesh import AUTO, AutoMesh
+from splitjax.auto_mesh import AUTO, AutoMesh, AutoWord
 from splitjax.cli import _session
 from splitjax.cli._options import (
     DEFAULT_MODEL,
@@ -70,11 +70,14 @@ class ModelCommand(CommandOptions):
     """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
     installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by layer."""
     memory_budget: SizeText | None = None
-    """What a device may need where --rules auto or --mesh auto chooses, such as 16GiB."""
+    """What a device may need where --rules auto, --mesh auto or --choose-state chooses, such as 16GiB."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
+    choose_state: bool = False
+    """Choose by predicted time and --memory-budget whether to shard the state, alone or beside --rules auto and --mesh
+    auto."""
     library: Library = "linen"
     """Which of the two Flax libraries the model is written in."""
     optimizer: OptimizerName = "adam"
@@ -121,6 +124,19 @@ class ModelCommand(CommandOptions):
             )
         return AutoMesh(self.devices)
 
+    def asked_state(self) -> bool | AutoWord:
+        """Returns whether state is sharded, or is left to be chosen. Raises `OptionValueError` where both are said."""
+        if not self.choose_state:
+            return self.shard_state
+        if self.shard_state:
+            raise OptionValueError(
+                "state is sharded or left to be chosen",
+                value=True,
+                place="--shard-state",
+                remedy="leave it away, or leave --choose-state away",
+            )
+        return AUTO
+
     def planned(self, is_first: bool = True) -> Planned:
         """Returns the decorated step with the shapes of its arguments. `is_first`: whether JAX has to be prepared,
         which can be done once. Raises `OptionValueError`, `MeshError` or `ModelError` for options that make none."""
@@ -136,7 +152,7 @@ class ModelCommand(CommandOptions):
         return planned_step(
             ModelChoice(self.model, self.library, self.num_classes, self.width, options),
             LayoutChoice(
-                mesh, parse_roles(self.role), self.rules, self.group_comm, self.shard_state, budget, self.chosen_for
+                mesh, parse_roles(self.role), self.rules, self.group_comm, self.asked_state(), budget, self.chosen_for
             ),
             self.optimizer,
             self.batch_size,

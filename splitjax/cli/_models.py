@@ -11,7 +11,7 @@ import jax
 import optax
 
 import splitjax
-from splitjax.auto_mesh import AutoMesh
+from splitjax.auto_mesh import AutoMesh, AutoWord
 from splitjax.cli._options import Library, ModelName, OptimizerName
 from splitjax.mesh import MeshShape
 from splitjax.roles import Role
@@ -76,7 +76,7 @@ class LayoutChoice:
     roles: Mapping[str, Role]
     rules: str
     group_comm: str = "auto"
-    shard_state: bool = False
+    shard_state: bool | AutoWord = False
     memory_budget: int | None = None
     target: str | pathlib.Path | None = None
 

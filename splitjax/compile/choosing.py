@@ -1,6 +1,7 @@
-"""Decides what a step leaves to be chosen, its rules, its mesh or both, when the first call is planned.
+"""Decides what a step leaves to be chosen, its rules, its mesh, whether its state is sharded, when the first call is
+planned.
 
-A recipe, what is asked for as a mesh, and a call come in; the recipe with the chosen rules, the mesh and what was built
+A recipe, what is asked for as a mesh, and a call come in; the recipe with what was chosen, the mesh and what was built
 by them come out. The choice depends on the call, the number of devices and the options alone and ends by a limit of
 work, so that processes that run one program choose alike.
 
@@ -49,8 +50,8 @@ _LARGE_USES, _MOST_OF_LARGE = 200, 5
 class Decided(Generic[T]):
     """Is a step with nothing left to be chosen.
 
-    **Attributes:** `recipe`: with its rules. `mesh`: its devices, or an abstract mesh. `made`, `entry`: what was built
-    by them. `choice`: how they were chosen.
+    **Attributes:** `recipe`: with what was chosen. `mesh`: its devices, or an abstract mesh. `made`, `entry`: what was
+    built by them. `choice`: how they were chosen.
     """
 
     recipe: Recipe
@@ -80,8 +81,9 @@ def mesh_not_chosen(name: str) -> MeshError:
 def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: Bound, build: Build[T]) -> Decided[T]:
     """Chooses what a training step leaves open, and builds it.
 
-    **Arguments:** `recipe`: the step; its rules are chosen where they are `TO_BE_CHOSEN`. `asked`: its mesh, or what is
-    asked for in its place. `bound`: the call that is planned, taken apart. `build`: builds the step.
+    **Arguments:** `recipe`: the step; its rules are chosen where they are `TO_BE_CHOSEN`, and what else its flags say.
+    `asked`: its mesh, or what is asked for in its place. `bound`: the call that is planned, taken apart. `build`:
+    builds the step.
 
     Raises `BudgetError` where no layout that was found fits into `memory_budget`, and what `build` raises."""
     places = _Places(recipe, asked, bound)
@@ -226,8 +228,8 @@ class _Places:
         return KeptChoice.of(self._recipe, self._asked, self._traced, there)
 
     def priced(self) -> tuple[list[Pricing], list[Pricing], list[Refused]]:
-        """Returns the step on each mesh with the prices of its machine, those with a third axis apart, and the meshes
-        on which it cannot be what the user pinned."""
+        """Returns the step on each mesh with the prices of its machine, with and without sharded state where that is
+        chosen, those with a third axis apart, and the meshes on which it cannot be what the user pinned."""
         pricings: list[Pricing] = []
         errors: list[tuple[MeshShape, PinError]] = []
         for shape in (*self._shapes, *self._further):
@@ -237,7 +239,8 @@ class _Places:
                 errors.append((shape, error))
             else:
                 prices = prices_for(self._fixed, shape, self._recipe.target, self._recipe.calibration)
-                pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state))
+                for shards in (False, True) if self._recipe.chooses_state else (self._recipe.shard_state,):
+                    pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state, shards))
         if not pricings:
             raise errors[0][1]
         further = [each for each in pricings if each.mesh in self._further]
@@ -248,7 +251,9 @@ class _Places:
         """Builds the step as it was chosen."""
         mesh = self._mesh(choice.mesh)
         traced = trace_step(self._recipe, self._bound, mesh=mesh) if self._names_axes else self._traced_on(choice.mesh)
-        decided = dataclasses.replace(self._recipe, rules=choice.rules)
+        decided = dataclasses.replace(
+            self._recipe, rules=choice.rules, shard_state=choice.best.shards_state, chooses_state=False
+        )
         made, entry = build(decided, mesh, traced, tuple(choice.lines()))
         return Decided(decided, mesh, made, entry, choice)
 

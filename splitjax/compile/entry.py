@@ -32,6 +32,7 @@ from splitjax.planning.tables.sync_request import DENSE, SyncRequest
 from splitjax.planning.tables.sync_request import parse as parse_sync
 from splitjax.roles import Role
 from splitjax.rules import RuleSet
+from splitjax.rules.ruleset import TO_BE_CHOSEN
 from splitjax.step.agreement import agree, program_text
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.padding.stored import stored_array
@@ -56,6 +57,7 @@ class Recipe:
     - `unknown`: `error` or `gather`, for operations without dim rule.
     - `returns_state`: whether the step returns its states; False for an evaluation.
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
+    - `chooses_state`: whether `shard_state` is still to be chosen.
     - `roles`: what the user said that mesh axes are for.
     - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
@@ -73,6 +75,7 @@ class Recipe:
     returns_state: bool
     group_comm: str = "auto"
     shard_state: bool = False
+    chooses_state: bool = False
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
     verify: str | None = None
@@ -81,6 +84,11 @@ class Recipe:
     memory_budget_bytes: float = math.inf
     target: Target | None = None
     calibration: Calibration | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether something of it but its mesh is left to be chosen. A pinned plan decides for itself."""
+        return self.pinned is None and (self.rules == TO_BE_CHOSEN or self.chooses_state)
 
     @functools.cached_property
     def request(self) -> SyncRequest:

@@ -37,7 +37,7 @@ from splitjax.step.traced import Traced
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
-FORMAT = 1
+FORMAT = 2
 # Of a value whose text is not the same in another process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Axes = tuple[tuple[str, int], ...]
@@ -54,6 +54,7 @@ class _Candidate:
     peak_bytes: int
     bound_bytes: int | None
     program_seconds: float | None
+    shards_state: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,7 @@ class _Kept:
     dropped: tuple[Axes, ...]
     passed_over: tuple[Axes, ...]
     given: str
+    also: tuple[str, ...]
 
 
 _JSON: Codec[_Kept] = Codec(_Kept, PlanError, Wording.of_result("a kept choice", "choice"), format=FORMAT, finite=True)
@@ -166,7 +168,7 @@ class KeptChoice:
         mesh = lambda axes: MeshShape(axes).with_roles(self.roles)
         candidate = lambda each: Candidate(
             rules[each.rules], mesh(each.mesh), each.seconds, each.state_bytes, each.peak_bytes, each.bound_bytes,
-            each.program_seconds,
+            each.program_seconds, each.shards_state,
         )  # fmt: skip
         return Choice(
             candidate(document.best),
@@ -184,6 +186,7 @@ class KeptChoice:
             tuple(map(mesh, document.passed_over)),
             self.budget_bytes,
             document.given,
+            document.also,
         )  # fmt: skip
 
 
@@ -195,7 +198,7 @@ def _document(choice: Choice, key: str) -> _Kept:
             sets.append(each.rules)
         return _Candidate(
             sets.index(each.rules), each.mesh.axes, each.seconds, each.state_bytes, each.peak_bytes, each.bound_bytes,
-            each.program_seconds,
+            each.program_seconds, each.shards_state,
         )  # fmt: skip
 
     def answer(each: Answer) -> _Answer:
@@ -218,6 +221,7 @@ def _document(choice: Choice, key: str) -> _Kept:
         axes(choice.dropped),
         axes(choice.passed_over),
         choice.given,
+        choice.also,
     )
 
 
@@ -240,7 +244,8 @@ def _asked(asked: Mesh | AbstractMesh | AutoMesh) -> str:
 def _said(recipe: Recipe) -> Iterator[str]:
     """Yields what the decorator was told, as far as a choice depends on it."""
     yield write_rules(recipe.rules)
-    yield repr((recipe.donate, recipe.unknown, recipe.returns_state, recipe.group_comm, recipe.shard_state))
+    yield repr((recipe.donate, recipe.unknown, recipe.returns_state, recipe.group_comm))
+    yield repr((recipe.shard_state, recipe.chooses_state))
     yield repr((recipe.sync, recipe.backprop, recipe.uneven, sorted(recipe.roles.items()), recipe.memory_budget_bytes))
     yield repr(recipe.target)
     yield "" if recipe.calibration is None else recipe.calibration.to_json()

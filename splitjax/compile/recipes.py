@@ -57,7 +57,8 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         returns_state=True,
         uneven=given["uneven"],
         group_comm=given["group_comm"],
-        shard_state=given["shard_state"],
+        shard_state=given["shard_state"] is True,
+        chooses_state=_is_auto(given["shard_state"]),
         sync=parse(given["sync"], place),
         backprop=given["backprop"],
         verify=given["verify"],
@@ -68,8 +69,8 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
     )
 
 
-def _is_auto(rules: object) -> bool:
-    return isinstance(rules, str) and rules == AUTO
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO
 
 
 def read_target(target: object, place: str) -> Target | None:
@@ -95,16 +96,17 @@ def _read_calibration(target: Any) -> Calibration | None:
 
 def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
     """Returns the option `memory_budget` of those `given` in bytes, infinity for None. Raises `BudgetError` for what is
-    no size, and where neither rules nor mesh are chosen."""
+    no size, and where nothing is chosen."""
     budget = given["memory_budget"]
     num_bytes = read_budget(budget, place)
-    if budget is not None and not _is_auto(given["rules"]) and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
+    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state"))
+    if budget is not None and not chosen and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
         raise BudgetError(
             "a budget decides among layouts, and rules and mesh are said already",
             value=budget,
             place=f"{place}, memory_budget",
-            remedy='give it beside rules="auto" or mesh="auto"; `splitjax plan --assert-max-memory` checks what rules'
-            " need",
+            remedy='give it beside rules="auto", mesh="auto" or shard_state="auto"; `splitjax plan --assert-max-memory`'
+            " checks what rules need",
         )
     return num_bytes
 

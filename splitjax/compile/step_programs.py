@@ -272,7 +272,8 @@ class StepPrograms:
         if chooser.choice is None or chooser._agreed or not with_devices(self.mesh, self._recipe.name).is_multi_process:
             return
         chosen = chooser.choice
-        agree_on_choice(chooser.recipe.name, f"{chosen.mesh}\n{write_rules(chosen.rules)}")
+        text = f"{chosen.mesh}, {chosen.best.name}\n{write_rules(chosen.rules)}"
+        agree_on_choice(chooser.recipe.name, text)
         chooser._agreed = True
 
     def _meeting(self, entry: CompiledEntry) -> str | None:
@@ -342,7 +343,7 @@ class StepPrograms:
             if draft is not None:
                 tables = known or self._resumed(bound, self.mesh)
                 entry = compile_draft(self._recipe, self.mesh, with_tables(draft, tables))
-            elif self._training is None and (self._open_mesh is not None or self._has_open_rules):
+            elif self._training is None and (self._open_mesh is not None or self._recipe.is_open):
                 draft, entry = self._choose(bound)
             else:
                 draft, entry = self._begin(bound, known)
@@ -355,10 +356,6 @@ class StepPrograms:
         self.compiles.append(CompileRecord(len(self.compiles) + 1, reason, seconds))
         self.compiles[-1].log(self._recipe.name)
         return entry
-
-    @property
-    def _has_open_rules(self) -> bool:
-        return self._recipe.rules == TO_BE_CHOSEN and self._recipe.pinned is None
 
     def _resumed(self, bound: Bound, mesh: Mesh | AbstractMesh) -> KnownTables:
         """What the resumed run knew of the tables of a call on a mesh."""

@@ -63,7 +63,7 @@ class ParallelizeOptions(TypedDict, total=False):
     group_comm: GroupComm
     sync: SyncName | SchemeCosts | ByRows | Mapping[str, SyncName | SchemeCosts | ByRows]
     backprop: PartialBackprop | None
-    shard_state: bool
+    shard_state: bool | Literal["auto"]
     donate: bool
     plan: Plan | str | os.PathLike[str] | None
     state_argnums: Positions | None

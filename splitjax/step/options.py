@@ -53,12 +53,13 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
             place=f"{place}, group_comm",
             remedy='use group_comm="gather" or "auto" with backprop=',
         )
-    if not isinstance(shard_state, bool):
+    if not isinstance(shard_state, bool) and not (isinstance(shard_state, str) and shard_state == AUTO):
         raise OptionError(
-            "shard_state is true or false",
+            "shard_state is true or false, or chosen",
             value=shard_state,
             place=f"{place}, shard_state",
-            remedy="pass True to shard the optimizer state and gradients of whole parameters",
+            remedy='pass True to shard the optimizer state and gradients of whole parameters, or "auto" to have it'
+            " chosen",
         )
     if verify not in (None, "first"):
         raise OptionError(

@@ -64,6 +64,10 @@ def test_rules_and_meshes_that_are_chosen(run):
     assert status == 0 and "certified gap" in out
     status, out, _ = run(f"{PLAN} --mesh auto --devices 8 --rules megatron --memory-budget 16GiB")
     assert status == 0 and 'mesh="auto" chose data=' in out.replace("\n", " ")
+    status, out, _ = run(f"{PLAN} --choose-state --rules data_parallel --memory-budget 16GiB")
+    assert status == 0 and 'shard_state="auto" chose data=' in out.replace("\n", " ")
+    status, _, err = run(f"{PLAN} --choose-state --shard-state")
+    assert status == 2 and "--choose-state" in err
     status, out, _ = run(f"{PLAN} --mesh auto --rules auto --target tpu:v5e:2x4")
     assert status == 0 and "certified gap" in out and "time on tpu:v5e:2x4" in out
     measured = pathlib.Path(__file__).parents[1] / "codec" / "data" / "calibration.json"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 from splitjax.choosing import Candidate, Choice
+from splitjax.choosing.choice import listed
 from splitjax.display.document import Column, Document, Pairs, Paragraph, Part, Section, Table
 from splitjax.display.figures import bytes_text, seconds_text, share_text
 
@@ -45,10 +46,9 @@ def choice_document(choice: Choice) -> Document:
         _section("not on this step or mesh", of_refused, refused, len(choice.refused)),
         _section("decided by the search", of_variables, variables, len(choice.variables)),
     )
-    chosen = "mesh" if choice.given else "mesh and rules" if len(choice.meshes) > 1 else "rules"
     fitting = "" if math.isinf(choice.budget_bytes) else " that fits"
     verdict = f"{best.name} on {choice.mesh} is taken: the fastest by the prediction{fitting}"
-    return Document(f"choice of {chosen}", parts, verdict)
+    return Document(f"choice of {listed(choice.options)}", parts, verdict)
 
 
 def _section(title: str, columns: tuple[Column, ...], rows: tuple[tuple[str, ...], ...], count: int) -> Section:
