@@ -166,8 +166,18 @@ def _read_archive(file: pathlib.Path) -> Batch:
 
 
 def _check_sizes(members: list[zipfile.ZipInfo], file: pathlib.Path) -> None:
-    """Raises `DataError` for members that are packed in a way that numpy does not, or unpack to what is not trusted."""
-    num_bytes, limit = sum(member.file_size for member in members), unpacked_limit(file.stat().st_size)
+    """Raises `DataError` for members that are packed in a way that numpy does not, are said to be longer than the file,
+    or unpack to what is not trusted."""
+    length = file.stat().st_size
+    num_bytes, limit = sum(member.file_size for member in members), unpacked_limit(length)
+    longest = max(member.compress_size for member in members)
+    if longest > length:  # as much memory as is said there is set aside before any of it is read
+        raise DataError(
+            f"an array is said to take {longest} bytes of a file of {length}",
+            value=longest,
+            place=str(file),
+            remedy=_REMEDY,
+        )
     if num_bytes > limit:
         raise DataError(
             f"the arrays unpack to {num_bytes} bytes, and a file of this size is trusted with {limit}",

@@ -1,6 +1,7 @@
 """Criteo's lines and rows: read exactly, part by part, and refused with the line when they are damaged."""
 
 import gzip
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -149,6 +150,23 @@ def test_foreign_arrays_are_named(tmp_path, change, said):
     with pytest.raises(DataError, match=said) as caught:
         load_criteo(tmp_path / "rows.npz")
     assert "rows.npz" in caught.value.place and caught.value.remedy
+
+
+def test_an_array_that_is_said_to_be_longer_than_its_file_takes_no_memory(tmp_path):
+    ids, values, labels = expected(lines(30), 40)
+    path = tmp_path / "rows.npz"
+    np.savez(path, ids=ids, values=values, clicked=labels)
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"PK\x01\x02")  # of the first array, in the archive's table
+    data[entry + 20 : entry + 24] = (1 << 30).to_bytes(4, "little")
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="said to take 1073741824 bytes"):
+            load_criteo(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_files_that_are_not_there_or_damaged(tmp_path):
