@@ -24,11 +24,10 @@ from splitjax.compile.placement import abstract_state, init_state, place_state, 
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
 from splitjax.errors import StateError
-from splitjax.mesh import MeshSizes, check_mesh, platform_of, with_devices
+from splitjax.mesh import MeshSizes, check_mesh, with_devices
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
 from splitjax.rules import RuleSet
-from splitjax.step.arguments import argument_names
 from splitjax.step.consumed import GivenStates
 from splitjax.step.keywords import Positions, VerifySizes
 from splitjax.step.methods import Methods
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from splitjax.compile.time import On
     from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.cost.time import StepTime
+    from splitjax.report.blame.remedies import Remedies
     from splitjax.report.memory.value import MemoryTimelines
     from splitjax.report.value import Report
     from splitjax.trace.graph import Graph
@@ -236,24 +236,29 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s) against what XLA compiles: memory, and every
         collective with layer, source line and cause. Compiles the step; runs nothing. Of a step with partial
         backpropagation what runs first after the warm-up."""
-        from splitjax.report.value import make_report  # it is loaded when it is first used
+        from splitjax.compile.reporting import step_report  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
         self._programs.decide(args)
         mesh = with_devices(self.mesh, f"{self._recipe.name}.report", runs=False)
-        entry = self._programs.entry(args)
-        program = entry.program(0 if self._recipe.backprop is None else self._recipe.backprop.warmup_steps)
-        with _compat.metadata_in_cache_key(mesh.devices.flat[0]):
-            compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
-        names = argument_names(entry.bound, getattr(program, "num_before", 0))
-        return make_report(
-            compiled,
-            entry.plan,
-            entry.graph,
-            names,
-            step=self._recipe.name,
-            platform=platform_of(self.mesh),
-        )
+        return step_report(self._recipe, self._programs.entry(args), args, mesh.devices.flat[0])
+
+    @_compat.outside_mesh
+    def remedies(self, *args: Any, on: str | None = None, most: int = 4, **kwargs: Any) -> Remedies:
+        """What removes the arrays that XLA gathers whole to keep a part of (its *involuntary full rematerialisations*):
+        changes of the layout of a layer, or of a sharding constraint in the step, each compiled, with what it then
+        sends, stores and gathers. Runs nothing (docs/reports.md).
+
+        **Arguments:** `args`: of the step, arrays or `ShapeDtypeStruct`s. `on`: a target such as `"tpu:v5e:2x4"`, by
+        whose published figures changes are compared. `most`: how many changes are compiled for each array.
+
+        Raises `UnavailableError` for a step made by `like`."""
+        from splitjax.compile.remedies import step_remedies  # it is loaded when it is first used
+
+        args = positional(self._recipe.fn, args, kwargs)
+        entry = self._programs.entry(args)  # which decides what was left to be chosen
+        mesh = with_devices(self.mesh, f"{self._recipe.name}.remedies", runs=False)
+        return step_remedies(self._programs.recipe, mesh, entry, mesh.devices.flat[0], on, most)
 
     @_compat.outside_mesh
     def verify(

@@ -46,6 +46,10 @@ CAUGHT = {
     "compile/kept_choice.py: KeptChoice.read": (1, OLD_FILE),
     "compile/kept_choice.py: KeptChoice.write": (1, STORAGE),
     "compile/memory.py: plan_memory": (1, SHOWN),
+    "compile/remedies.py: step_remedies": (
+        1,
+        "a change that the step cannot have is listed with the reason, beside those that were compiled",
+    ),
     "lower/partial/workers.py: DispatchedStep._captured": (1, THROUGH_JAX),
     "parallel_step.py: ParallelStep._call": (1, THROUGH_JAX),
     "runtime/checkpoint/carrying.py: put_together": (1, OLD_FILE),

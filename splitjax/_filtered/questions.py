@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from splitjax.cost.memory.lifetimes import ProgramMemory
     from splitjax.cost.time import StepTime
     from splitjax.partial.advice import Advice
+    from splitjax.report.blame.remedies import Remedies
     from splitjax.report.memory.value import MemoryTimelines
     from splitjax.report.value import Report
     from splitjax.schedule.model.jobs import JobProfile
@@ -101,6 +102,12 @@ class AskedStep(abc.ABC, Generic[P, R]):
         with layer, source line and cause. Compiles the step; runs nothing."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.report(*call.args)
+
+    def remedies(self, *args: Any, on: str | None = None, most: int = 4, **kwargs: Any) -> Remedies:
+        """What removes the arrays that XLA gathers whole to keep a part of, for these arguments (abstract ones will
+        do): changes that were compiled. `on`, `most`: as of `ParallelStep.remedies`."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.remedies(*call.args, on=on, most=most)
 
     def verify(
         self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any

@@ -99,7 +99,7 @@ class Prices:
         for each in collectives:
             kind = each.op, each.axis
             if kind not in rings:
-                rings[kind] = self._ring(each.op, each.axis, mesh)
+                rings[kind] = self.ring(each.op, each.axis, mesh)
             seconds, rate = rings[kind]
             sent += seconds + each.bytes / rate
         return sent
@@ -108,7 +108,7 @@ class Prices:
         """Returns what no layout of a step goes below: its `flops` shared evenly, and nothing sent."""
         return flops / num_devices / self.flops_per_second
 
-    def _ring(self, op: str, axis: str, mesh: MeshShape) -> tuple[float, float]:
+    def ring(self, op: str, axis: str, mesh: MeshShape) -> tuple[float, float]:
         """Returns (seconds, bytes a second) of a ring over the slowest of the axes that a collective goes over: what
         its steps wait, and what carries the bytes that a device sends. `axis`: one, or several as `data+model`."""
         axes = mesh.present(axis.split("+"))

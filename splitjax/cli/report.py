@@ -6,7 +6,7 @@ import dataclasses
 
 from rich.console import Console
 
-from splitjax.cli._model_command import ModelCommand
+from splitjax.cli._model_command import ModelCommand, Page
 from splitjax.cli._output import write_json
 
 
@@ -18,6 +18,10 @@ class ShowReport(ModelCommand):
     """Also show what a device stores at each moment of the step, predicted and compiled, and which arrays of which
     layers at the peaks."""
 
+    remedies: bool = dataclasses.field(default=False, kw_only=True)
+    """Also compile what may remove the arrays that are gathered whole to keep a part of (involuntary full
+    rematerialisations), and show what the step then sends, stores and gathers."""
+
     def run(self, console: Console) -> int:
         """Runs the command, printing on the `console`, and returns the exit status."""
         with self.busy("planning") as say:
@@ -25,7 +29,10 @@ class ShowReport(ModelCommand):
             planned.step.plan(*planned.arguments)
             say(f"compiling the step of {self.model} for {self.where}")
             report = planned.step.report(*planned.arguments)
-            also = [planned.step.memory_timeline(*planned.arguments)] if self.memory_timeline else []
+            also: list[Page] = [planned.step.memory_timeline(*planned.arguments)] if self.memory_timeline else []
+            if self.remedies:
+                say(f"compiling what may remove {len(report.rematerialised)} arrays that are gathered whole")
+                also.append(planned.step.remedies(*planned.arguments))
         self.show(console, planned, report, "report", also)
         write_json(self.json, report.to_json(), console, "report")
         return 0

@@ -230,6 +230,17 @@ class CompiledEntry:
         """Describes every leaf of the arguments that are not static, as it is stored."""
         return abstract(self.bound.leaves, self.bound.signature.avals)
 
+    @property
+    def abstract_args(self) -> tuple[Any, ...]:
+        """Returns the positional arguments of the call that it was built for, arrays as `ShapeDtypeStruct`s without a
+        sharding: the arrays themselves may be gone by now, consumed by a call."""
+        bound, leaves = self.bound, self.described
+        static = dict(bound.signature.static)
+        return tuple(
+            static[number] if number in static else jax.tree.unflatten(jax.tree.structure(arg), leaves[slice(*span)])
+            for number, (arg, span) in enumerate(zip(bound.args, bound.spans, strict=True))
+        )
+
     def argument_shardings(self, recipe: Recipe) -> tuple[Any, ...]:
         """Returns the shardings as a pytree per argument of the step that `recipe` describes; None for static
         arguments."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from splitjax import _compat
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.cost.memory.lifetimes import PlacedProgram, ProgramMemory, predict_program_memory
@@ -17,7 +15,6 @@ from splitjax.cost.memory.reading import split_of
 from splitjax.errors import SplitjaxError, UnavailableError
 from splitjax.mesh import platform_of
 from splitjax.plan import Memory
-from splitjax.step.arguments import abstract
 
 
 def program_memory(recipe: Recipe, entry: CompiledEntry) -> ProgramMemory:
@@ -44,7 +41,7 @@ def placed_program(recipe: Recipe, entry: CompiledEntry, what: str) -> PlacedPro
             place=f"{recipe.name}.{what}",
             remedy="ask step.report(...), which compiles it, or predict the step without backprop=",
         )
-    jaxpr = program.trace(*entry.operands(_shapes(entry), entry.residuals)).jaxpr
+    jaxpr = program.trace(*entry.operands(entry.abstract_args, entry.residuals)).jaxpr
     inner, _ = _compat.open_jaxpr(jaxpr)
     leaves = [split_of(leaf.spec, len(leaf.shape)) for leaf in entry.plan.leaves]
     # What rounding took away comes before the step's own operands, and goes behind its results. Programs of several
@@ -82,15 +79,4 @@ def plan_memory(recipe: Recipe, entry: CompiledEntry) -> Memory:
         return entry.summed
     return Memory(
         entry.summed.state_bytes, found.temporary_bytes, found.estimate_bytes, found.bound_bytes, found.at_peak
-    )
-
-
-def _shapes(entry: CompiledEntry) -> tuple[Any, ...]:
-    """Returns the positional arguments of the call that an entry was built for, arrays as `ShapeDtypeStruct`s: the
-    arrays themselves may be gone by now, consumed by a call."""
-    bound = entry.bound
-    static, leaves = dict(bound.signature.static), abstract(bound.leaves, bound.signature.avals)
-    return tuple(
-        static[number] if number in static else jax.tree.unflatten(jax.tree.structure(arg), leaves[slice(*span)])
-        for number, (arg, span) in enumerate(zip(bound.args, bound.spans, strict=True))
     )

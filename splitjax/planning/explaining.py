@@ -19,6 +19,7 @@ from splitjax.choosing import Prices
 from splitjax.choosing.domain import Group, groups_of, rule_set
 from splitjax.errors import PlanError, SplitjaxError, UnavailableError
 from splitjax.machines.targets import parse_target
+from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, spec_text
 from splitjax.planning.constraining import constrain
 from splitjax.planning.draft import Draft
@@ -55,7 +56,7 @@ def explain(draft: Draft, name: str, on: str | None = None, *, target: str | Non
             place=_PLACE,
             remedy="ask the plan of the training step",
         )
-    prices, machine = _prices(draft, target if on is None else on)
+    prices, machine = machine_prices(target if on is None else on, draft.request.platform, draft.shape, _PLACE)
     layer, leaf = _find(draft, name)
     costs = _Costs(draft, StepPrediction.of(draft), prices)
     by_path = {each.path: each for each in draft.layout.leaves}
@@ -95,13 +96,17 @@ class _Costs:
         return StepCost(seconds, sent, dense.memory.state_bytes, dense.memory.peak_bytes)
 
 
-def _prices(draft: Draft, on: str | None) -> tuple[Prices, str]:
-    """Returns the figures of a machine, and words for it."""
-    platform = draft.request.platform
+def machine_prices(on: str | None, platform: str, mesh: MeshShape, place: str) -> tuple[Prices, str]:
+    """Returns the figures of a machine, and words for it.
+
+    **Arguments:** `on`: a target such as `tpu:v5e:4x4`; None for figures that stand for the `platform`. `mesh`: what
+    the machine carries. `place`: who asks, for errors.
+
+    Raises `TargetError` for what is no target of this mesh."""
     if on is None:
         known = {"tpu": "published figures of TPU v5e", "gpu": "published figures of H100"}
         return Prices.of_platform(platform), known.get(platform, f"nominal figures of a {platform}")
-    return Prices.of_target(parse_target(on, f"{_PLACE}(on=)"), draft.shape), f"published figures of {on}"
+    return Prices.of_target(parse_target(on, f"{place}(on=)"), mesh), f"published figures of {on}"
 
 
 def _find(draft: Draft, name: str) -> tuple[LayerPlan | None, LeafPlan | None]:

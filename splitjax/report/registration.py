@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from splitjax.machines.calibration import Calibration
     from splitjax.partial.advice import Advice
     from splitjax.plan import Explanation, Plan
+    from splitjax.report.blame.remedies import Remedies
     from splitjax.report.memory.value import MemoryTimelines
     from splitjax.report.value import Report
     from splitjax.search.solving import Solution
@@ -38,6 +39,7 @@ def register_documents() -> None:
     registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
     registry.register("splitjax.report.memory.value.MemoryTimelines", _timelines)
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
+    registry.register("splitjax.report.blame.remedies.Remedies", _remedies)
     registry.register("splitjax.search.solving.Solution", _solution)
     registry.register("splitjax.choosing.choice.Choice", _choice)
     registry.register("splitjax.choosing.trade_off.TradeOff", _trade_off)
@@ -53,6 +55,12 @@ def _report(report: Report) -> Document:
     from splitjax.report.report_document import report_document
 
     return report_document(report)
+
+
+def _remedies(remedies: Remedies) -> Document:
+    from splitjax.report.blame.document import remedies_document
+
+    return remedies_document(remedies)
 
 
 def _profile(profile: Profile) -> Document:

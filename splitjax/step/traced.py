@@ -27,6 +27,7 @@ from splitjax.step.dealt_values import FusedProduct
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
+from splitjax.step.stopping import LineChange, with_line_change
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
 
@@ -154,6 +155,16 @@ def with_dealt(traced: Traced, products: Sequence[FusedProduct]) -> Traced:
     that are made of it later."""
     retrace = lambda leaves: rewritten(traced.retrace(leaves), products)
     jaxpr = rewritten(traced.jaxpr, products)
+    graph = build_graph(jaxpr, traced.bound.arguments, traced.matched)
+    resized = resized_trace(traced.bound, retrace, [leaf.example_dim for leaf in graph.leaves])
+    return dataclasses.replace(traced, jaxpr=jaxpr, graph=graph, retrace=retrace, resized=resized)
+
+
+def with_changed_line(traced: Traced, change: LineChange) -> Traced:
+    """Returns a traced step with what `change` makes of the sharding constraints at a line, and in the traces that are
+    made of it later."""
+    jaxpr = with_line_change(traced.jaxpr, change)
+    retrace = lambda leaves: with_line_change(traced.retrace(leaves), change)
     graph = build_graph(jaxpr, traced.bound.arguments, traced.matched)
     resized = resized_trace(traced.bound, retrace, [leaf.example_dim for leaf in graph.leaves])
     return dataclasses.replace(traced, jaxpr=jaxpr, graph=graph, retrace=retrace, resized=resized)

@@ -60,3 +60,8 @@ def test_a_memory_timeline_below_the_report_and_on_its_page(run, tmp_path):
     assert "XLA sets aside" in out and out.index("by layer") < out.index("memory of a device during")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2 and "gradient of kernel" in page
+
+
+def test_remedies_below_the_report(run):
+    status, out, _ = run(f"{SMALL} --remedies")
+    assert status == 0 and "no array is gathered whole to keep a part of it" in out

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from splitjax.codec import Count
 from splitjax.mesh import MeshShape
+from splitjax.plan import Spec, SpecEntry, spec_text
 from splitjax.report.dataflow import MOVES, Dataflow, Node
 
 # Between a gather and its slices: what takes padding away or adds it, where sizes do not divide, and arranges anew.
@@ -33,13 +34,15 @@ class Rematerialised:
 
     - `whole`: the dims of the gathered array. `kept`: those of the part that a device keeps.
     - `held`: those of the part that it had.
-    - `remedy`: the change that removes it with least traffic, as a sentence; empty where none was found.
+    - `remedy`: a layout to stop at on the way, from which each move is a single collective, as a sentence; empty where
+      none is known. `stop`: that layout.
     """
 
     whole: tuple[Count, ...]
     kept: tuple[Count, ...]
     held: tuple[Count, ...]
     remedy: str = ""
+    stop: Spec = ()
 
 
 def rematerialised(node: Node | None, flow: Dataflow, mesh: MeshShape, axis: str) -> Rematerialised | None:
@@ -57,7 +60,7 @@ def rematerialised(node: Node | None, flow: Dataflow, mesh: MeshShape, axis: str
     held = flow.instruction(operands[0]).shape.dims if operands else ()
     if math.prod(kept) >= math.prod(whole):
         return None
-    return Rematerialised(whole, kept, held, _remedy(held, whole, kept, axis, mesh))
+    return Rematerialised(whole, kept, held, *_remedy(held, whole, kept, axis, mesh))
 
 
 def _slices(node: Node, flow: Dataflow) -> Iterator[Node | None]:
@@ -82,27 +85,31 @@ def _by_device(cut: Node, flow: Dataflow) -> bool:
     return any(flow.opcode(reached) in ("partition-id", "replica-id") for _, reached in walked)
 
 
-def _remedy(held: Sequence[int], whole: Sequence[int], kept: Sequence[int], axis: str, mesh: MeshShape) -> str:
+def _remedy(
+    held: Sequence[int], whole: Sequence[int], kept: Sequence[int], axis: str, mesh: MeshShape
+) -> tuple[str, Spec]:
     """Returns what removes a rematerialisation: a layout to stop at on the way, from which each move is a single
-    collective. It is known where one dim was split over the axes that are gathered, and what is kept is another dim
-    split over some of them: these move between the dims first, and the rest is gathered."""
+    collective, as a sentence and as that layout; empty where none is known. It is known where one dim was split over
+    the axes that are gathered, and what is kept is another dim split over some of them: these move between the dims
+    first, and the rest is gathered."""
     if not len(held) == len(whole) == len(kept):
-        return ""
+        return "", ()
     before = [dim for dim, (part, size) in enumerate(zip(held, whole, strict=True)) if part < size]
     after = [dim for dim, (part, size) in enumerate(zip(kept, whole, strict=True)) if part < size]
     axes = axis.split("+")
     if len(before) != 1 or len(after) != 1 or before == after or len(axes) < 2:
-        return ""
+        return "", ()
     parts = -(-whole[after[0]] // kept[after[0]])
     moving = [name for name in axes if mesh.size((name,)) == parts]
     if len(moving) != 1:
-        return ""
+        return "", ()
     staying = tuple(name for name in axes if name != moving[0])
-    entries = ["None"] * len(whole)
-    entries[before[0]] = repr(staying[0]) if len(staying) == 1 else repr(staying)
-    entries[after[0]] = repr(moving[0])
-    return (
-        f"constrain it to P({', '.join(entries)}) on the way (jax.lax.with_sharding_constraint): {moving[0]} then moves"
-        f" from dim {before[0]} to dim {after[0]} by an all-to-all, and only {'+'.join(staying)} is gathered, of"
+    stop: list[SpecEntry] = [None] * len(whole)
+    stop[before[0]] = staying[0] if len(staying) == 1 else staying
+    stop[after[0]] = moving[0]
+    sentence = (
+        f"constrain it to {spec_text(tuple(stop))} on the way (jax.lax.with_sharding_constraint): {moving[0]} then"
+        f" moves from dim {before[0]} to dim {after[0]} by an all-to-all, and only {'+'.join(staying)} is gathered, of"
         " the part that is kept"
     )
+    return sentence, tuple(stop)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,63 +14,42 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import splitjax
-from splitjax import _compat
-from splitjax.mesh import MeshShape
-from splitjax.report.blame.rematerialised import rematerialised
-from splitjax.report.dataflow import Dataflow
-from splitjax.report.hlo import read_collectives
 from splitjax.report.value import Report
-from splitjax.report.wire import read_module
+from tests.report.blame.moves import AB, AXES, MOVES, WARNING, found_of, uncached
 
-WARNING = "Involuntary full rematerialization"
-AB, BA = ("data", "model"), ("model", "data")
-# from, to, sizes (10 and 12 do not divide), and how many warnings XLA logs
-MOVES = [
-    ((AB, None), (None, "model"), (64, 64), 1),
-    ((None, BA), ("data", None), (64, 64), 1),
-    (("data", None), (None, "model"), (64, 64), 1),
-    ((AB, None), (BA, None), (64, 64), 0),
-    (("data", "model"), ("model", "data"), (64, 64), 0),
-    ((AB, None), (None, None), (64, 64), 0),
-    ((None, "data"), ("model", None), (10, 12), 1),
-    ((AB, None), ("data", "model"), (10, 12), 1),
-    (("data", None), ("model", None), (10, 12), 0),
-]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def make_mesh():
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@contextlib.contextmanager
-def uncached():
-    """What comes from a cache logs nothing."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.parametrize(("before", "after", "sizes", "expected"), MOVES)
 def test_what_is_logged_is_found(before, after, sizes, expected, capfd):
-    mesh = make_mesh()
+    logged = lambda: capfd.readouterr().err
+    assert found_of(make_mesh(), before, after, sizes, logged) == (expected, expected)
 
-    def move(x):
-        x = jax.lax.with_sharding_constraint(2 * jnp.sin(x), NamedSharding(mesh, PartitionSpec(*before)))
-        x = jax.lax.with_sharding_constraint(jnp.cos(x), NamedSharding(mesh, PartitionSpec(*after)))
-        return jnp.sum(3 * x)
 
-    with uncached():
-        compiled = jax.jit(move).lower(jax.ShapeDtypeStruct(sizes, jnp.float32)).compile()
-    logged = capfd.readouterr().err.count(WARNING)
-    shape, found = MeshShape.of(mesh), []
-    for module in map(read_module, _compat.serialized_modules(compiled)):
-        flow = Dataflow(module)
-        for each in read_collectives(module, shape):
-            found.append(rematerialised(flow.collective(each.name, each.member), flow, shape, each.axis))
-    assert sum(each is not None for each in found) == logged == expected
+@pytest.mark.parametrize(
+    ("platform", "settings"),
+    [
+        pytest.param("tpu", {"TPU_STDERR_LOG_LEVEL": "0", "TPU_MIN_LOG_LEVEL": "0"}, marks=pytest.mark.tpu_aot),
+        pytest.param(
+            "gpu", {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, marks=pytest.mark.gpu_aot
+        ),
+    ],
+)
+def test_what_other_compilers_log_is_found(platform, settings):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.report.blame.moves", platform],
+        cwd=ROOT,
+        env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert json.loads(ran.stdout.splitlines()[-1]) == [[move[3], move[3]] for move in MOVES]
 
 
 def step_with(mesh, *specs):
