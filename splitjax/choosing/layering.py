@@ -18,6 +18,7 @@ import numpy as np
 from splitjax.choosing.choice import Answer, Candidate, Variable
 from splitjax.choosing.domain import Group, Mode, rule_set
 from splitjax.choosing.prices import Prices
+from splitjax.choosing.sums import StepSums
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
@@ -195,28 +196,25 @@ def _network(
     changed: Sequence[Sequence[tuple[LeafPlan, ...]]],
 ) -> _Problem:
     """Returns the problem of a choice among what is `changed` by each value of each group."""
-    seconds = pricing.prices.seconds
-    before, peak_bytes = seconds(base), float(base.memory.peak_bytes)
-    least_bytes = peak_bytes
+    priced = StepSums(base, pricing.prices)
+    least_bytes = float(base.memory.peak_bytes)
     costs, uses, alone = [], [], []
     for number, values in enumerate(changed):
-        predictions = [base.changed(leaves) if leaves else base for leaves in values]
-        alone.append(predictions)
-        costs.append(np.array([seconds(each) - before for each in predictions]))
-        extra = np.array([each.memory.peak_bytes - peak_bytes for each in predictions])
+        alone.append([priced.change(base.difference(leaves)) for leaves in values])
+        costs.append(np.array([priced.seconds(each.sums) for each in alone[number]]))
+        extra = np.array([float(priced.peak_bytes(each)) for each in alone[number]])
         least_bytes += float(extra.min())
         uses.append(MemoryUse(number, 0, 1, extra - extra.min()))
     pairs = []
     for first, second in _neighbours(pricing.graph, groups):
         table = np.zeros((costs[first].size, costs[second].size))
         for i, j in itertools.product(range(1, table.shape[0]), range(1, table.shape[1])):
-            together = seconds(alone[first][i].changed(changed[second][j])) - before
-            table[i, j] = together - costs[first][i] - costs[second][j]
+            table[i, j] = priced.meeting_seconds(alone[first][i], alone[second][j])
         if table.any():
             pairs.append(Pair(first, second, table))
     names = tuple(group.name for group in groups)
     network = CostNetwork(tuple(costs), tuple(pairs), (Memory("device", 0.0, tuple(uses)),), names)
-    return _Problem(pricing, groups, mode, network, before, least_bytes)
+    return _Problem(pricing, groups, mode, network, pricing.prices.seconds(base), least_bytes)
 
 
 def _within(network: CostNetwork, least_bytes: float, budget_bytes: float) -> CostNetwork | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from splitjax.cost.prediction import Prediction
 from splitjax.cost.time.machine import Machine
@@ -88,21 +88,35 @@ class Prices:
     def seconds(self, prediction: Prediction) -> float:
         """Returns the seconds of a predicted step."""
         memory, mesh = prediction.memory, prediction.setting.mesh
-        moved = _PASSES * (memory.state_bytes + memory.activation_bytes)
         sent = self.sending_seconds(prediction.collectives, mesh)
-        return prediction.compute.flops / self.flops_per_second + moved / self.memory_bytes_per_second + sent
+        return self.of_sums(prediction.compute.flops, memory.state_bytes + memory.activation_bytes, sent)
+
+    def of_sums(self, flops: int, stored_bytes: int, sending_seconds: float) -> float:
+        """Returns the seconds of a step of so many `flops` of a device, with so many bytes of state and activations,
+        and what is sent."""
+        moved = _PASSES * stored_bytes
+        return flops / self.flops_per_second + moved / self.memory_bytes_per_second + sending_seconds
 
     def sending_seconds(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
         """Returns the seconds of collectives, one after the other."""
+        return self.sender(mesh)(collectives)
+
+    def sender(self, mesh: MeshShape) -> Callable[[Iterable[Collective]], float]:
+        """Returns what says the seconds of collectives on a `mesh`, one after the other: it knows each ring once it was
+        asked for it."""
         rings: dict[tuple[str, str], tuple[float, float]] = {}
-        sent = 0.0
-        for each in collectives:
-            kind = each.op, each.axis
-            if kind not in rings:
-                rings[kind] = self.ring(each.op, each.axis, mesh)
-            seconds, rate = rings[kind]
-            sent += seconds + each.bytes / rate
-        return sent
+
+        def sending_seconds(collectives: Iterable[Collective]) -> float:
+            sent = 0.0
+            for each in collectives:
+                kind = each.op, each.axis
+                if kind not in rings:
+                    rings[kind] = self.ring(each.op, each.axis, mesh)
+                seconds, rate = rings[kind]
+                sent += seconds + each.bytes / rate
+            return sent
+
+        return sending_seconds
 
     def least_seconds(self, flops: float, num_devices: int) -> float:
         """Returns what no layout of a step goes below: its `flops` shared evenly, and nothing sent."""

@@ -6,7 +6,8 @@ so that plans can be compared before any of them runs.
 """
 
 from splitjax.cost.memory import predict_memory
-from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_collectives, predict_step, replaced
+from splitjax.cost.parts import Manner
+from splitjax.cost.prediction import LaidOutStep, Prediction, predict_collectives, predict_step, replaced
 
 __all__ = [
     "LaidOutStep",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from splitjax.cost.flow import Axes, WeightFlow
 from splitjax.mesh import MeshShape
 from splitjax.plan import Compute
-from splitjax.trace.graph import Dim, Graph
+from splitjax.trace.graph import Dim, Graph, Use
 
 
 def predict_compute(
@@ -30,10 +30,16 @@ def total_compute(flows: Sequence[WeightFlow], splits: Iterable[int], mesh: Mesh
     (`use_split`). The others are those of `predict_compute`."""
     flops, ideal, num_devices = 0, 0, mesh.num_devices
     for i, (flow, split) in enumerate(zip(flows, splits, strict=True)):
-        total = flow.use.flops * (1 + backward * (2 if i else 1))
+        total = step_flops(flow.use, i, backward)
         flops += total // split
         ideal += total // num_devices
     return Compute(flops, ideal)
+
+
+def step_flops(use: Use, i: int, backward: bool) -> int:
+    """Returns the flops of a use of a weight per step, forward and backward, over all devices. `i`: its position among
+    the step's uses: nobody asks for the cotangent of what the first one reads."""
+    return use.flops * (1 + backward * (2 if i else 1))
 
 
 def use_split(graph: Graph, flow: WeightFlow, mesh: MeshShape, batch_axes: Axes) -> int:

@@ -21,26 +21,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from splitjax.cost.collectives import (
-    Weight,
-    gradient_events,
-    sent_by,
-    stays_in_group,
-    transform_events,
-    use_events,
-)
-from splitjax.cost.compute import total_compute, use_split
-from splitjax.cost.convolutions import derive_convolutions
-from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
-from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all, flow_of, split_of
-from splitjax.cost.memory import LeafBytes, bytes_by_leaf, leaf_bytes, total_memory, use_bytes
+from splitjax.cost.collectives import Weight, sent_by, transform_events
+from splitjax.cost.compute import total_compute
+from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all
+from splitjax.cost.memory import LeafBytes, total_memory
+from splitjax.cost.parts import Layout, Manner, Renewed, Sent, evaluated_locally, flows_at
 from splitjax.cost.structure import StepStructure
-from splitjax.cost.transforms import LocalTransform, derive_transforms
+from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
 from splitjax.plan import Collective, Compute, LayerPlan, LeafPlan, Memory, Spec, spec_axes
 from splitjax.trace.graph import Graph
 
-Sent = tuple[Collective, ...]
 Value = TypeVar("Value")
 
 
@@ -62,27 +53,6 @@ class LaidOutStep:
     mesh: MeshShape
     batch_axes: Sequence[str]
     replicated_batch: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Manner:
-    """Says how a step is run, as far as its cost depends on it.
-
-    - `backward`: False for a step that takes no gradient (evaluation).
-    - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
-      instead.
-    - `by_rows`: for tables whose gradients are rows, path -> the bytes that a device has of these rows. The memory
-      counts them; the collectives are those of dense gradients, which whoever synchronises rows replaces.
-    - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
-      value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
-    - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
-    """
-
-    backward: bool = True
-    group_comm: str = "gather"
-    by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    sums_apart: bool = False
-    widens: bool = False
 
 
 def predict_collectives(
@@ -141,13 +111,24 @@ class Prediction:
     @functools.cached_property
     def memory(self) -> Memory:
         """The bytes of a device, as `predict_memory` says."""
+        return self.memory_of(self.bytes_by_leaf, self.bytes_by_use)
+
+    def memory_of(self, leaves: Iterable[LeafBytes], uses: Iterable[int]) -> Memory:
+        """Returns the bytes of a device where those by leaf and by use are these."""
+        base_bytes, least_bytes = self._shares
+        return total_memory(leaves, uses, base_bytes, least_bytes)
+
+    def activation_bytes(self, used: int) -> int:
+        """Returns the activations of a device in bytes where its uses have so many beyond an equal share of the
+        batch."""
+        base_bytes, least_bytes = self._shares
+        return max(base_bytes + used, least_bytes)
+
+    @functools.cached_property
+    def _shares(self) -> tuple[int, int]:
+        """The bytes of activations of an equal share of the batch, and those that a device has at least."""
         num_bytes, mesh = self.structure.graph.activation_bytes, self.setting.mesh
-        return total_memory(
-            self.bytes_by_leaf,
-            self.bytes_by_use,
-            base_bytes=num_bytes // mesh.size(self.setting.batch_axes),
-            least_bytes=num_bytes // mesh.num_devices,
-        )
+        return num_bytes // mesh.size(self.setting.batch_axes), num_bytes // mesh.num_devices
 
     @functools.cached_property
     def compute(self) -> Compute:
@@ -185,79 +166,89 @@ class Prediction:
 
         **Arguments:** `leaves`: the new layouts of some leaves, such as `laid_out` returns. `by_rows`: what becomes of
         `Manner.by_rows` with it; None where that stays what it is."""
+        found = self.difference(leaves, by_rows)
+        renewed = found.renewed
+        return Prediction(
+            self.structure,
+            self.setting,
+            found.manner,
+            replaced(self.leaves, found.leaves),
+            replaced(self.flows, found.flows),
+            found.transforms,
+            found.parts,
+            weights=replaced(self.weights, renewed.weights),
+            sent_by_use=replaced(self.sent_by_use, renewed.sent_by_use),
+            sent_by_leaf=replaced(self.sent_by_leaf, renewed.sent_by_leaf),
+            bytes_by_use=replaced(self.bytes_by_use, renewed.bytes_by_use),
+            bytes_by_leaf=replaced(self.bytes_by_leaf, renewed.bytes_by_leaf),
+            split_by_use=replaced(self.split_by_use, renewed.split_by_use),
+        )
+
+    def difference(self, leaves: Iterable[LeafPlan], by_rows: Mapping[str, int] | None = None) -> Difference:
+        """Derives what a change of the layout makes otherwise. The arguments are those of `changed`."""
         structure, setting, rows_before = self.structure, self.setting, self.manner.by_rows
         manner = self.manner if by_rows is None else dataclasses.replace(self.manner, by_rows=by_rows)
-        mesh, links = setting.mesh, structure.links
         new = {structure.position[leaf.path]: leaf for leaf in leaves}
         layout = replaced(self.leaves, new)
         paths = [leaf.path for leaf in new.values()]
 
-        moved = {i for path in paths for i in structure.uses_of.get(path, ())}
-        moved |= {later for i in moved for later in structure.read_alike.get(i, ())}
-        moved |= {i for path in paths for i in structure.fed_from.get(path, ())}
-        flows = replaced(self.flows, self._flows_at(moved, layout))
-        moved = {i for i in moved if flows[i] != self.flows[i]}
-        touched = moved | {beside for i in moved for beside in structure.beside.get(i, ())}
+        reached = {i for path in paths for i in structure.uses_of.get(path, ())}
+        reached |= {later for i in reached for later in structure.read_alike.get(i, ())}
+        reached |= {i for path in paths for i in structure.fed_from.get(path, ())}
+        flows = flows_at(structure, setting, reached, layout)
+        flows = {i: flow for i, flow in flows.items() if flow != self.flows[i]}
+        touched = structure.around(flows)
 
-        transforms, parts = _evaluated_locally(structure, layout, setting)
+        transforms, parts = evaluated_locally(structure, layout, setting)
         weights = {
             *paths,
             *(structure.mirrors[path] for path in paths if path in structure.mirrors),
-            *(links[i].use.param for i in moved),
-            *(path for i in touched for path in structure.added_by.get(i, ())),
+            *structure.reweighed(flows, touched),
             *(path for path in {*parts, *self.parts} if parts.get(path) != self.parts.get(path)),
         }
-        positions = map(structure.position.__getitem__, weights)
-        renewed = {i: _weight(structure, i, layout, flows, parts, mesh, manner) for i in positions}
-        renewed = {i: weight for i, weight in renewed.items() if weight != self.weights[i]}
+        reweighed = frozenset(map(structure.position.__getitem__, weights))
         other_rows = {
             path for path in {*manner.by_rows, *rows_before} if manner.by_rows.get(path) != rows_before.get(path)
         }
-        of_bytes = {*new, *(structure.position[path] for path in other_rows)}
-        return Prediction(
-            structure,
-            setting,
-            manner,
-            layout,
-            flows,
-            transforms,
-            parts,
-            weights=replaced(self.weights, renewed),
-            sent_by_use=replaced(
-                self.sent_by_use, {i: _sent_by_use(structure, i, flows, mesh, manner) for i in touched}
-            ),
-            sent_by_leaf=replaced(
-                self.sent_by_leaf,
-                {i: _sent_by_leaf(structure, weight, setting, manner) for i, weight in renewed.items()},
-            ),
-            bytes_by_use=replaced(self.bytes_by_use, {i: use_bytes(flows[i], mesh, manner.group_comm) for i in moved}),
-            bytes_by_leaf=replaced(
-                self.bytes_by_leaf,
-                {i: leaf_bytes(layout[i], mesh, manner.group_comm, manner.by_rows) for i in of_bytes},
-            ),
-            split_by_use=replaced(self.split_by_use, {i: _split(structure, flows[i], setting) for i in moved}),
-        )
+        resized = {*new, *(structure.position[path] for path in other_rows)}
+        changed = Layout(structure, setting, manner, layout, replaced(self.flows, flows), parts)
+        renewed = changed.renewed(flows, touched, reweighed, resized, known=self.weights)
+        return Difference(manner, new, frozenset(reached), flows, touched, reweighed, transforms, parts, renewed)
 
-    def _flows_at(self, uses: Iterable[int], layout: Sequence[LeafPlan]) -> dict[int, WeightFlow]:
-        """Returns the flows of the uses at these positions under a `layout`."""
-        structure, setting = self.structure, self.setting
-        links, weight_of = structure.links, lambda i: layout[structure.position[structure.links[i].use.param]]
-        split_at = lambda i: split_of(links[i], weight_of(i), setting)
-        flows = {}
-        for i in uses:
-            planned = {path: layout[structure.position[path]] for path in links[i].use.fed_by}
-            flows[i] = flow_of(links[i], split_at(i), split_at, planned, setting)
-        return flows
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Difference:
+    """Holds what a change of its layout makes otherwise about a predicted step, by the position of a leaf or a use.
+
+    **Attributes:**
+
+    - `manner`, `transforms`, `parts`: of the changed step.
+    - `leaves`: the changed layouts. `reached`: the uses whose flow depends on these; `flows`: those that are others.
+    - `touched`: the uses that may send otherwise. `reweighed`: the leaves whose collectives may be others.
+    - `renewed`: the parts that were derived anew.
+    """
+
+    manner: Manner
+    leaves: Mapping[int, LeafPlan]
+    reached: frozenset[int]
+    flows: Mapping[int, WeightFlow]
+    touched: frozenset[int]
+    reweighed: frozenset[int]
+    transforms: tuple[LocalTransform, ...]
+    parts: Mapping[str, Axes]
+    renewed: Renewed
 
 
 def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
     """Predicts what a step costs. `step`: the traced step and its layout. `manner`: how it is run."""
     structure = StepStructure.of(step.graph, step.layers)
     setting = Setting(step.mesh, tuple(step.batch_axes), step.replicated_batch)
-    leaves, mesh = tuple(step.leaves), step.mesh
+    leaves = tuple(step.leaves)
     flows = flow_all(structure.links, leaves, setting)
-    transforms, parts = _evaluated_locally(structure, leaves, setting)
-    weights = tuple(_weight(structure, i, leaves, flows, parts, mesh, manner) for i in range(len(leaves)))
+    transforms, parts = evaluated_locally(structure, leaves, setting)
+    every_use, every_leaf = range(len(flows)), range(len(leaves))
+    layout = Layout(structure, setting, manner, leaves, flows, parts)
+    found = layout.renewed(every_use, every_use, every_leaf, every_leaf)
     return Prediction(
         structure,
         setting,
@@ -266,12 +257,12 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
         flows,
         transforms,
         parts,
-        weights,
-        sent_by_use=tuple(_sent_by_use(structure, i, flows, mesh, manner) for i in range(len(flows))),
-        sent_by_leaf=tuple(_sent_by_leaf(structure, weight, setting, manner) for weight in weights),
-        bytes_by_use=tuple(use_bytes(flow, mesh, manner.group_comm) for flow in flows),
-        bytes_by_leaf=bytes_by_leaf(leaves, mesh, manner.group_comm, manner.by_rows),
-        split_by_use=tuple(_split(structure, flow, setting) for flow in flows),
+        weights=tuple(found.weights.values()),
+        sent_by_use=tuple(found.sent_by_use.values()),
+        sent_by_leaf=tuple(found.sent_by_leaf.values()),
+        bytes_by_use=tuple(found.bytes_by_use.values()),
+        bytes_by_leaf=tuple(found.bytes_by_leaf.values()),
+        split_by_use=tuple(found.split_by_use.values()),
     )
 
 
@@ -283,97 +274,3 @@ def replaced(values: tuple[Value, ...], new: Mapping[int, Value]) -> tuple[Value
     for i, value in new.items():
         changed[i] = value
     return tuple(changed)
-
-
-def _evaluated_locally(
-    structure: StepStructure, leaves: Sequence[LeafPlan], setting: Setting
-) -> tuple[tuple[LocalTransform, ...], Mapping[str, Axes]]:
-    """Returns the Fourier transforms that are evaluated device by device; and by convolution weight, the axes over
-    which each device has the gradient of its own groups alone."""
-    arguments = structure.graph, leaves, setting.mesh, setting.batch_axes, setting.replicated_batch
-    transforms = derive_transforms(*arguments) if structure.has_transforms else ()
-    convolutions = derive_convolutions(*arguments) if structure.has_groups else ()
-    return transforms, {each.param: each.gathered for each in convolutions if each.gathered and each.param is not None}
-
-
-def _split(structure: StepStructure, flow: WeightFlow, setting: Setting) -> int:
-    return use_split(structure.graph, flow, setting.mesh, setting.batch_axes)
-
-
-def _sent_by_use(
-    structure: StepStructure, i: int, flows: Sequence[WeightFlow], mesh: MeshShape, manner: Manner
-) -> Sent:
-    """Returns what moves activations around the use at position `i`."""
-    use = flows[i].use
-    layer = structure.names.get(use.param, use.layer)
-    events = use_events(i, flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
-    return sent_by(layer, events, mesh, manner.backward)
-
-
-def _sent_by_leaf(structure: StepStructure, weight: Weight | None, setting: Setting, manner: Manner) -> Sent:
-    """Returns what gathers a weight and sums its gradient; nothing for leaves that are no parameters."""
-    if weight is None:
-        return ()
-    layer = structure.names.get(weight.leaf.path, weight.leaf.path)
-    # In a loop around the gradient all of it is sent in every turn.
-    turns = structure.graph.leaves[structure.position[weight.leaf.path]].turns
-    events = gradient_events(weight, setting)
-    if turns > 1:
-        events = ((op, axes, turns * size, purpose) for op, axes, size, purpose in events)
-    return sent_by(layer, events, setting.mesh, manner.backward)
-
-
-def _weight(
-    structure: StepStructure,
-    i: int,
-    leaves: Sequence[LeafPlan],
-    flows: Sequence[WeightFlow],
-    parts: Mapping[str, Axes],
-    mesh: MeshShape,
-    manner: Manner,
-) -> Weight | None:
-    """Returns what the collectives of the leaf at position `i` depend on; None where it is no parameter."""
-    leaf = leaves[i]
-    if leaf.role != "param":
-        return None
-    path, uses = leaf.path, structure.uses_of.get(leaf.path, ())
-    narrowed, widened = structure.narrowed.get(path, 1), 1
-    if manner.widens and path in structure.as_bfloat16:
-        narrowed, widened = (narrowed // 2, 1) if narrowed > 1 else (1, 2)
-    return Weight(
-        leaf,
-        tuple(leaves[state] for state in structure.states_of.get(path, ())),
-        experts=flows[uses[-1]].stacked if uses else (),
-        read_back=path in structure.read_back,
-        parts=parts.get(path, ()),
-        in_group=_added_in_group(structure.added_to.get(path, ()), flows),
-        narrowed=narrowed,
-        widened=widened,
-        times=structure.times.get(path, 1),
-        times_back=structure.times_back.get(path, 1),
-        sums_apart=manner.sums_apart,
-        dealt=tuple(_dealt(structure, leaf, mesh, manner.widens)),
-    )
-
-
-def _dealt(structure: StepStructure, leaf: LeafPlan, mesh: MeshShape, widens: bool) -> Iterator[tuple[Axes, int, int]]:
-    """Yields, for each round in which columns of a parameter are dealt out, the axes, the bytes that a device sends,
-    and how often rematerialisation repeats it."""
-    for each in structure.dealt.get(leaf.path, ()):
-        axes = deal_axes(structure.graph, each, leaf, mesh)
-        rounds = moves_of(each).num_rounds
-        for _ in range(rounds if axes else 0):
-            sent = each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
-            yield axes, 2 * sent if widens and each.dtype == "bfloat16" else sent, each.repeated
-
-
-def _added_in_group(uses: Sequence[int], flows: Sequence[WeightFlow]) -> Axes:
-    """Returns the axes over which the layer of a bias is split by rows, where its output is all-reduced: to the sum,
-    which is the same on all devices of a group, each of them adds the bias for all of the group's examples.
-
-    `uses`: the positions of the uses to whose output the bias may be added."""
-    for i in reversed(uses):
-        flow = flows[i]
-        if flow.contracted and flow.crossing and stays_in_group(flow, flows):
-            return flow.contracted
-    return ()

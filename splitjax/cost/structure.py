@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from splitjax.cost.flow import UseLinks, link_uses, reads_ids
@@ -129,6 +129,22 @@ class StepStructure:
             ),
             has_transforms=any(suspect.transform is not None for suspect in graph.suspects),
         )
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every part of a prediction depends on a few leaves and uses near it: what is evaluated device by
+        device depends on all of them."""
+        return not (self.has_groups or self.has_transforms)
+
+    def around(self, uses: Iterable[int]) -> frozenset[int]:
+        """Returns the positions of these `uses` and of those that hand something to one of them, or take it."""
+        return frozenset((*uses, *(beside for i in uses for beside in self.beside.get(i, ()))))
+
+    def reweighed(self, uses: Iterable[int], touched: Iterable[int]) -> Iterator[str]:
+        """Yields the paths of the parameters whose collectives depend on the flows of `uses`, or on those around the
+        `touched` ones; some several times."""
+        yield from (self.links[i].use.param for i in uses)
+        yield from (path for i in touched for path in self.added_by.get(i, ()))
 
 
 def _narrowed(graph: Graph, path: str, uses: Iterable[Use]) -> int:

@@ -1,0 +1,198 @@
+"""Derives the parts of a prediction: what one use, or one leaf, of a step under a layout sends and stores.
+
+What no layout changes about a step (`StepStructure`), its layout and the flows of its uses come in; the collectives and
+the figures of single parts come out, from which `cost.prediction` puts a step together, and `cost.interplay` what two
+changes make of each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from splitjax.cost.collectives import Weight, gradient_events, sent_by, stays_in_group, use_events
+from splitjax.cost.compute import use_split
+from splitjax.cost.convolutions import derive_convolutions
+from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
+from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, split_of
+from splitjax.cost.memory import LeafBytes, leaf_bytes, use_bytes
+from splitjax.cost.structure import StepStructure
+from splitjax.cost.transforms import LocalTransform, derive_transforms
+from splitjax.plan import Collective, LeafPlan
+
+Sent = tuple[Collective, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manner:
+    """Says how a step is run, as far as its cost depends on it.
+
+    - `backward`: False for a step that takes no gradient (evaluation).
+    - `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
+      instead.
+    - `by_rows`: for tables whose gradients are rows, path -> the bytes that a device has of these rows. The memory
+      counts them; the collectives are those of dense gradients, which whoever synchronises rows replaces.
+    - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
+      value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
+    - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
+    """
+
+    backward: bool = True
+    group_comm: str = "gather"
+    by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sums_apart: bool = False
+    widens: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Renewed:
+    """Holds parts of a step that were derived, by the position of their use or their leaf.
+
+    **Attributes:** `weights`, `sent_by_leaf`, `bytes_by_leaf`: of leaves. `sent_by_use`, `bytes_by_use`,
+    `split_by_use`: of uses. All as `Prediction` has them.
+    """
+
+    weights: Mapping[int, Weight | None]
+    sent_by_use: Mapping[int, Sent]
+    sent_by_leaf: Mapping[int, Sent]
+    bytes_by_use: Mapping[int, int]
+    bytes_by_leaf: Mapping[int, LeafBytes]
+    split_by_use: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Is a step under a layout, of which single parts are derived.
+
+    **Attributes:** `structure`, `setting`, `manner`, `leaves`, `flows`, `parts`: as for `Prediction`.
+    """
+
+    structure: StepStructure
+    setting: Setting
+    manner: Manner
+    leaves: Sequence[LeafPlan]
+    flows: Sequence[WeightFlow]
+    parts: Mapping[str, Axes]
+
+    def renewed(
+        self,
+        moved: Iterable[int],
+        touched: Iterable[int],
+        reweighed: Iterable[int],
+        resized: Iterable[int],
+        known: Sequence[Weight | None] | None = None,
+    ) -> Renewed:
+        """Derives parts anew.
+
+        **Arguments:** `moved`: the uses with another flow. `touched`: those that may send otherwise. `reweighed`: the
+        leaves whose collectives may be others; without those that depend on the same as in `known`, where that is
+        given. `resized`: the leaves of another size."""
+        weights = {i: self.weight(i) for i in reweighed}
+        if known is not None:
+            weights = {i: weight for i, weight in weights.items() if weight != known[i]}
+        mesh, group_comm, by_rows = self.setting.mesh, self.manner.group_comm, self.manner.by_rows
+        return Renewed(
+            weights,
+            sent_by_use={i: self.sent_around(i) for i in touched},
+            sent_by_leaf={i: self.sent_for(weight) for i, weight in weights.items()},
+            bytes_by_use={i: use_bytes(self.flows[i], mesh, group_comm) for i in moved},
+            bytes_by_leaf={i: leaf_bytes(self.leaves[i], mesh, group_comm, by_rows) for i in resized},
+            split_by_use={i: self.product_split(i) for i in moved},
+        )
+
+    def product_split(self, i: int) -> int:
+        """Returns among how many devices the product of the use at position `i` is shared."""
+        return use_split(self.structure.graph, self.flows[i], self.setting.mesh, self.setting.batch_axes)
+
+    def sent_around(self, i: int) -> Sent:
+        """Returns what moves activations around the use at position `i`."""
+        use, mesh, manner = self.flows[i].use, self.setting.mesh, self.manner
+        layer = self.structure.names.get(use.param, use.layer)
+        events = use_events(i, self.flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
+        return sent_by(layer, events, mesh, manner.backward)
+
+    def sent_for(self, weight: Weight | None) -> Sent:
+        """Returns what gathers a weight and sums its gradient; nothing for leaves that are no parameters."""
+        if weight is None:
+            return ()
+        structure, path = self.structure, weight.leaf.path
+        # In a loop around the gradient all of it is sent in every turn.
+        turns = structure.graph.leaves[structure.position[path]].turns
+        events = gradient_events(weight, self.setting)
+        if turns > 1:
+            events = ((op, axes, turns * size, purpose) for op, axes, size, purpose in events)
+        return sent_by(structure.names.get(path, path), events, self.setting.mesh, self.manner.backward)
+
+    def weight(self, i: int) -> Weight | None:
+        """Returns what the collectives of the leaf at position `i` depend on; None where it is no parameter."""
+        structure, leaf, manner, flows = self.structure, self.leaves[i], self.manner, self.flows
+        if leaf.role != "param":
+            return None
+        path, uses = leaf.path, structure.uses_of.get(leaf.path, ())
+        narrowed, widened = structure.narrowed.get(path, 1), 1
+        if manner.widens and path in structure.as_bfloat16:
+            narrowed, widened = (narrowed // 2, 1) if narrowed > 1 else (1, 2)
+        return Weight(
+            leaf,
+            tuple(self.leaves[state] for state in structure.states_of.get(path, ())),
+            experts=flows[uses[-1]].stacked if uses else (),
+            read_back=path in structure.read_back,
+            parts=self.parts.get(path, ()),
+            in_group=_added_in_group(structure.added_to.get(path, ()), flows),
+            narrowed=narrowed,
+            widened=widened,
+            times=structure.times.get(path, 1),
+            times_back=structure.times_back.get(path, 1),
+            sums_apart=manner.sums_apart,
+            dealt=tuple(self._dealt(leaf)),
+        )
+
+    def _dealt(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:
+        """Yields, for each round in which columns of a parameter are dealt out, the axes, the bytes that a device
+        sends, and how often rematerialisation repeats it."""
+        structure, mesh, widens = self.structure, self.setting.mesh, self.manner.widens
+        for each in structure.dealt.get(leaf.path, ()):
+            axes = deal_axes(structure.graph, each, leaf, mesh)
+            rounds = moves_of(each).num_rounds
+            for _ in range(rounds if axes else 0):
+                sent = each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
+                yield axes, 2 * sent if widens and each.dtype == "bfloat16" else sent, each.repeated
+
+
+def flows_at(
+    structure: StepStructure, setting: Setting, uses: Iterable[int], leaves: Sequence[LeafPlan]
+) -> dict[int, WeightFlow]:
+    """Returns the flows of the `uses` at these positions where the step is laid out as `leaves`."""
+    links, position = structure.links, structure.position
+
+    def split_at(i: int) -> Split:
+        return split_of(links[i], leaves[position[links[i].use.param]], setting)
+
+    flows = {}
+    for i in uses:
+        planned = {path: leaves[position[path]] for path in links[i].use.fed_by}
+        flows[i] = flow_of(links[i], split_at(i), split_at, planned, setting)
+    return flows
+
+
+def evaluated_locally(
+    structure: StepStructure, leaves: Sequence[LeafPlan], setting: Setting
+) -> tuple[tuple[LocalTransform, ...], Mapping[str, Axes]]:
+    """Returns the Fourier transforms that are evaluated device by device; and by convolution weight, the axes over
+    which each device has the gradient of its own groups alone."""
+    arguments = structure.graph, leaves, setting.mesh, setting.batch_axes, setting.replicated_batch
+    transforms = derive_transforms(*arguments) if structure.has_transforms else ()
+    convolutions = derive_convolutions(*arguments) if structure.has_groups else ()
+    return transforms, {each.param: each.gathered for each in convolutions if each.gathered and each.param is not None}
+
+
+def _added_in_group(uses: Sequence[int], flows: Sequence[WeightFlow]) -> Axes:
+    """Returns the axes over which the layer of a bias is split by rows, where its output is all-reduced: to the sum,
+    which is the same on all devices of a group, each of them adds the bias for all of the group's examples.
+
+    `uses`: the positions of the uses to whose output the bias may be added."""
+    for i in reversed(uses):
+        flow = flows[i]
+        if flow.contracted and flow.crossing and stays_in_group(flow, flows):
+            return flow.contracted
+    return ()

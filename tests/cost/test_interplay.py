@@ -1,0 +1,47 @@
+"""What two changes of a layout make of each other, against the prediction of the step with both."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks._changes import dims_by_class, draw_change
+from splitjax.cost.interplay import interplay
+from splitjax.planning.predict import dense_prediction
+from tests.cost.test_prediction import draft_of
+
+OF_LEAVES = ("weights", "sent_by_leaf", "bytes_by_leaf")
+OF_USES = ("sent_by_use", "bytes_by_use", "split_by_use")
+
+
+def put_together(name, base, first, second, met):
+    """A field of the prediction with both changes, by what each of them makes of it and what they make of each
+    other."""
+    found = list(getattr(base, name))
+    ours, theirs = getattr(first.renewed, name), getattr(second.renewed, name)
+    for i in range(len(found)):
+        if i in (both := getattr(met, name)):
+            found[i] = both[i]
+        else:
+            # What only one of them reaches is as that one has it.
+            values = {id(side[i]): side[i] for side in (ours, theirs) if i in side and side[i] != found[i]}
+            assert len(values) < 2, (name, i)
+            found[i] = next(iter(values.values()), found[i])
+    return tuple(found)
+
+
+@pytest.mark.parametrize("model, rules", [("vgg16", "splitbrain"), ("transformer", "megatron"), ("lstm", "splitbrain")])
+def test_two_changes_with_their_interplay_are_the_step_with_both(model, rules):
+    base, draws, num_met = dense_prediction(draft_of(model, rules)), random.Random(0), 0
+    assert base.structure.adds_up
+    classes = dims_by_class(base.structure.graph)
+    for _ in range(150):
+        changes = [base.laid_out(draw_change(base, classes, draws)) for _ in range(2)]
+        first, second = map(base.difference, changes)
+        met = interplay(base, first, second)
+        both = base.changed(changes[0]).changed(changes[1])
+        for name in (*OF_LEAVES, *OF_USES):
+            assert put_together(name, base, first, second, met) == getattr(both, name), (name, changes)
+        num_met += bool(met.sent_by_use or met.sent_by_leaf)
+    assert 10 < num_met < 150, "the drawn changes hardly meet, or always do"
