@@ -1,6 +1,8 @@
-"""What a decorated step measures of itself: gradients, partial backpropagation, what an iteration costs a worker.
+"""What a decorated step finds out about itself: whether another machine's compiler makes it fit there, and what is
+measured of gradients, partial backpropagation and what an iteration costs a worker.
 
-Each method says in a few lines what `splitjax.measure` is asked, which is loaded when it is first used.
+Each method says in a few lines what `splitjax.compile` or `splitjax.measure` is asked, which are loaded when they are
+first used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import jax
 from splitjax import _compat
 from splitjax.choosing import Choice
 from splitjax.compile.entry import CompiledEntry, Recipe
+from splitjax.compile.recipes import target_and_budget
 from splitjax.compile.step_programs import StepPrograms
+from splitjax.machines.targets import Target
 from splitjax.mesh import with_devices
 from splitjax.partial.request import PartialBackprop
 from splitjax.roles import Role
@@ -23,12 +27,13 @@ from splitjax.sync.costs.schemes import Link
 
 if TYPE_CHECKING:
     from splitjax.partial.advice import Advice
+    from splitjax.report.target.value import TargetCheck
     from splitjax.schedule.model.jobs import JobProfile
     from splitjax.sync.analysis import Profile
 
 
 class MeasuredStep:
-    """The measurements of a step that has a recipe, programs by signature, and states that are looked after."""
+    """What a step finds out about itself that has a recipe, programs by signature, and states that are looked after."""
 
     _recipe: Recipe
     _programs: StepPrograms
@@ -50,6 +55,30 @@ class MeasuredStep:
     def roles(self) -> Mapping[str, Role]:
         """Says what mesh axes are for, as far as the user said so."""
         return self._recipe.roles
+
+    @_compat.outside_mesh
+    def check_target(
+        self, *args: Any, on: str | Target | None = None, memory_budget: int | str | None = None, **kwargs: Any
+    ) -> TargetCheck:
+        """Whether the step fits on a machine that need not be here, for these arguments (arrays or
+        `ShapeDtypeStruct`s): it is compiled for it by its own compiler, and memory, collectives and what is gathered
+        for nothing are put beside the prediction. Runs nothing (docs/planning.md).
+
+        **Arguments:**
+
+        - `on`: the machine, such as `"tpu:v5e:4x4"`, `"gpu:h200:2x8"` or `"cpu:8"`; by default the step's `target`.
+        - `memory_budget`: what a device may need, such as `"14GiB"`; by default the step's own, or what a device has.
+          A TPU's compiler is held to it.
+
+        Raises `TargetError` and `BudgetError` for what is no machine for this mesh, and no size, and `CompilerError`
+        where the machine's compiler is not installed, or refuses its topology.
+        """
+        from splitjax.compile.target_check import check_on_target  # it is loaded when it is first used
+
+        place = f"{self._recipe.name}.check_target"
+        target, budget = target_and_budget(self._recipe, on, memory_budget, place)
+        entry = self._programs.entry(positional(self._recipe.fn, args, kwargs))
+        return check_on_target(self._programs.recipe, entry, target, budget, self._programs.followed())
 
     def profile(self, *args: Any, num_workers: int | None = None, **kwargs: Any) -> Profile:
         """Measures how sparse every gradient is over the workers: density, overlap, densification, skewness (Zen, arXiv

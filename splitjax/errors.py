@@ -161,6 +161,10 @@ class TargetError(SplitjaxError, ValueError):
     """A target that is not known, or a mesh that does not fit it."""
 
 
+class CompilerError(TargetError):
+    """A target whose compiler is not installed, or that its compiler refuses."""
+
+
 class CalibrationError(SplitjaxError, ValueError):
     """A calibration that cannot be read, written or used, or a machine that cannot be measured."""
 

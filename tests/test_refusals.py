@@ -35,6 +35,10 @@ CAUGHT = {
         "a layout that the step cannot have is listed with the reason, beside those that it can have",
     ),
     "cli/__init__.py: main": (1, ENDS_A_COMMAND),
+    "cli/plan.py: ShowPlan._checked": (
+        1,
+        "a compiler that is not here is told below the plan, which needs none, unless it was asked for",
+    ),
     "compile/choosing.py: _Places.priced": (
         1,
         "a mesh on which an annotation cannot be kept is no candidate, and why is shown",

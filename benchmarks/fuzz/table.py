@@ -28,6 +28,7 @@ from splitjax.plan import Plan
 from splitjax.planning.plan_lock import PlanLock
 from splitjax.report.memory.assignment import read_assignment
 from splitjax.report.protobuf import WireError
+from splitjax.report.target.value import TargetCheck
 from splitjax.report.value import Report
 from splitjax.report.wire import read_module
 from splitjax.rules.ruleset import load_rules
@@ -223,6 +224,7 @@ PARSERS: dict[str, Parser] = {
             _JSON,
             100,
         ),
+        Parser("check", errors.PlanError, _of_class(TargetCheck), seeds.documents("target_check"), _JSON, 100),
         Parser(
             "verification",
             errors.VerificationError,

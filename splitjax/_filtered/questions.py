@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from splitjax._filtered.call import Call
 from splitjax.errors import DonatedStateError, PartialError, ProfileError
+from splitjax.machines.targets import Target
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
 from splitjax.step.keywords import VerifySizes
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from splitjax.partial.advice import Advice
     from splitjax.report.blame.remedies import Remedies
     from splitjax.report.memory.value import MemoryTimelines
+    from splitjax.report.target.value import TargetCheck
     from splitjax.report.value import Report
     from splitjax.schedule.model.jobs import JobProfile
     from splitjax.sync.analysis import Profile
@@ -108,6 +110,15 @@ class AskedStep(abc.ABC, Generic[P, R]):
         do): changes that were compiled. `on`, `most`: as of `ParallelStep.remedies`."""
         call = self._pack(positional(self._fn, args, kwargs))
         return call.step.remedies(*call.args, on=on, most=most)
+
+    def check_target(
+        self, *args: Any, on: str | Target | None = None, memory_budget: int | str | None = None, **kwargs: Any
+    ) -> TargetCheck:
+        """Whether the step fits on a machine that need not be here, for these arguments (abstract ones will do), by the
+        prediction and by that machine's own compiler. `on`, `memory_budget`, and what is raised: as of
+        `ParallelStep.check_target`."""
+        call = self._pack(positional(self._fn, args, kwargs))
+        return call.step.check_target(*call.args, on=on, memory_budget=memory_budget)
 
     def verify(
         self, *args: Any, sizes: VerifySizes = "shrunken", own_precision: bool = False, **kwargs: Any

@@ -14,6 +14,7 @@ from rich.console import Console
 from splitjax.auto_mesh import AUTO, AutoMesh, AutoWord
 from splitjax.cli import _session
 from splitjax.cli._options import (
+    DEFAULT_MESH,
     DEFAULT_MODEL,
     CommandOptions,
     GroupComm,
@@ -59,8 +60,9 @@ class ModelCommand(CommandOptions):
     package.module:factory, imported from the current folder too."""
     model_option: ModelOption = ()
     """Options of the model, such as num_layers=2, for its factory."""
-    mesh: MeshText = "data=2,model=4"
-    """Mesh axes and their sizes; auto chooses them for --devices, by predicted time."""
+    mesh: MeshText | None = None
+    """Mesh axes and their sizes, data=2,model=4 if not given; auto chooses them for --devices, by predicted time, and
+    for the machine of --target where it is not given."""
     devices: int | None = None
     """How many devices --mesh auto may use."""
     role: RoleTexts = ()
@@ -70,7 +72,8 @@ class ModelCommand(CommandOptions):
     """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
     installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by layer."""
     memory_budget: SizeText | None = None
-    """What a device may need where --rules auto, --mesh auto or --choose-state chooses, such as 16GiB."""
+    """What a device may need, such as 16GiB: where --rules auto, --mesh auto or --choose-state chooses, and what is
+    compiled for a --target."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -102,10 +105,19 @@ class ModelCommand(CommandOptions):
         mesh."""
         return self.machine
 
+    @property
+    def layout_budget(self) -> int | None:
+        """The bytes that a device may need where a layout is chosen; None for any. Raises `OptionValueError` for what
+        is no size."""
+        return parse_bytes(self.memory_budget, "--memory-budget")
+
     def asked_mesh(self) -> MeshShape | AutoMesh:
         """Returns the shape of the mesh, or for how many devices it is to be chosen. Raises `MeshError` for options
         that make none."""
-        if self.mesh != AUTO:
+        text = self.mesh
+        if text is None:
+            text = DEFAULT_MESH if self.machine is None else AUTO
+        if text != AUTO:
             if self.devices is not None:
                 raise OptionValueError(
                     "the mesh says how many devices there are",
@@ -113,7 +125,7 @@ class ModelCommand(CommandOptions):
                     place="--devices",
                     remedy="leave it away, or let the mesh be chosen: --mesh auto",
                 )
-            return parse_mesh(self.mesh, self.role)
+            return parse_mesh(text, self.role)
         check_positive(devices=self.devices)
         if self.devices is None and self.machine is None:
             raise OptionValueError(
@@ -143,7 +155,7 @@ class ModelCommand(CommandOptions):
         check_positive(batch_size=self.batch_size, num_classes=self.num_classes, width=self.width)
         mesh = self.asked_mesh()
         options = parse_model_options(self.model_option)
-        budget = parse_bytes(self.memory_budget, "--memory-budget")
+        budget = self.layout_budget
         import_from_here(self.model, self.rules)
         if is_first:
             _session.start(_num_devices(mesh, self.machine))

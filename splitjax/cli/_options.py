@@ -26,6 +26,7 @@ Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
 DEFAULT_MODEL = "vgg11"
+DEFAULT_MESH = "data=2,model=4"
 SizeText = Annotated[str, Shown(metavar="SIZE")]
 MeshText = Annotated[str, Shown(metavar="AXIS=SIZE,...")]
 TargetTexts = Annotated[tuple[str, ...], Shown(metavar="TARGET", adds_up=True)]

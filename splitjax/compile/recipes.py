@@ -15,7 +15,7 @@ from typing import Any, cast
 from splitjax.choosing import AutoMesh, mesh_asked_for
 from splitjax.compile.entry import Recipe
 from splitjax.display.figures import bytes_of
-from splitjax.errors import BudgetError
+from splitjax.errors import BudgetError, TargetError
 from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target, parse_target
 from splitjax.planning.tables.sync_request import parse
@@ -128,3 +128,21 @@ def read_budget(budget: str | int | None, place: str) -> float:
             remedy='write it as "16GiB", or as a whole number above 0',
         )
     return num_bytes
+
+
+def target_and_budget(
+    recipe: Recipe, on: str | Target | None, memory_budget: int | str | None, place: str
+) -> tuple[Target, int | None]:
+    """Returns the machine that a step is to be checked on, and what a device of it may need in bytes, None for what it
+    has: as said, or else as the step of `recipe` was decorated.
+
+    Raises `TargetError` and `BudgetError`, which name the `place`, for what is no machine and no size."""
+    target = recipe.target if on is None else on if isinstance(on, Target) else parse_target(on, f"{place}, on")
+    if target is None:
+        raise TargetError(
+            "the machine to compile for is not said",
+            place=place,
+            remedy='name it: on="tpu:v5e:4x4", or decorate the step with target=',
+        )
+    budget = recipe.memory_budget_bytes if memory_budget is None else read_budget(memory_budget, place)
+    return target, None if math.isinf(budget) else int(budget)

@@ -326,6 +326,10 @@ class StepPrograms:
         """Returns path -> plan of every state leaf of the plan used last, for steps made by `like`."""
         return {} if self.last is None else {leaf.path: leaf for leaf in self.last.plan.leaves if leaf.is_state}
 
+    def followed(self) -> Mapping[str, LeafPlan] | None:
+        """Returns the layouts of the training step that these follow; None for a training step's own programs."""
+        return None if self._training is None else self._training.layouts()
+
     def _observing(self, entry: CompiledEntry) -> CompiledEntry:
         """The program of an entry's first steps."""
         signature = entry.call.signature
@@ -365,12 +369,9 @@ class StepPrograms:
     def _begin(self, bound: Bound, known: KnownTables | None) -> tuple[Draft, CompiledEntry]:
         """Traces and lays out the first entry of a signature of which nothing is left to be chosen."""
         check_partitioner(self.mesh.size, f"parallelize({self._recipe.name})")
-        layouts = None
-        if self._training is not None:
-            layouts = self._training.layouts()
-            if self._recipe.rules == TO_BE_CHOSEN:
-                self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
-        draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), layouts)
+        if self._training is not None and self._recipe.rules == TO_BE_CHOSEN:
+            self._recipe = dataclasses.replace(self._recipe, rules=self._training.recipe.rules)
+        draft = begin(self._recipe, self.mesh, trace_step(self._recipe, bound, mesh=self.mesh), self.followed())
         tables = known or self._resumed(bound, self.mesh)
         return draft, compile_draft(self._recipe, self.mesh, with_tables(draft, tables))
 

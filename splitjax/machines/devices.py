@@ -24,6 +24,8 @@ class DeviceKind:
     - `devices_per_host`: in the vendor's own systems.
     - `fabric`: how devices are joined.
     - `sources`: where the figures were read; of those of the shipped kinds that were not, it is said there.
+    - `xla_config`: of a GPU, the text of XLA's `GpuTargetConfigProto`, by which it compiles for a device that is not
+      here; empty where there is none.
     """
 
     name: str
@@ -35,6 +37,7 @@ class DeviceKind:
     devices_per_host: int
     fabric: Fabric
     sources: tuple[str, ...]
+    xla_config: str = ""
 
     def flops_per_second(self, dtype: str) -> float:
         """Returns the peak of products in `dtype`. Raises `TargetError` for a kind without any published peak."""

@@ -17,6 +17,7 @@ between TPU slices is published: it is assumed to be that of the network between
 from __future__ import annotations
 
 from splitjax.machines.devices import DeviceKind, register_device
+from splitjax.machines.gpu_configs import GpuConfig
 from splitjax.machines.links import Fabric, Link, Topology
 
 SCALING_BOOK = (
@@ -107,6 +108,20 @@ GPU_A100 = register_device(
             f"https://docs.nvidia.com/dgx/dgxa100-user-guide/ (eight 200 Gb/s networks a host; {UNCHECKED})",
             NCCL,
         ),
+        xla_config=GpuConfig(
+            "NVIDIA A100-SXM4-80GB",
+            major=8,
+            has_own_features=False,
+            num_cores=108,
+            units_per_core=64,
+            core_shared_bytes=167936,
+            block_shared_bytes=166912,
+            memory_bytes=85100068864,
+            memory_bytes_per_second=2039040000000,
+            cache_bytes=41943040,
+            clock_ghz=1.41,
+            cudnn=(8, 9),
+        ).text,
     )
 )
 _HOPPER_PEAKS = (
@@ -134,6 +149,9 @@ GPU_H100 = register_device(
             DGX,
             NCCL,
         ),
+        xla_config=GpuConfig(
+            "NVIDIA H100 80GB HBM3", 9, memory_bytes=84942979072, memory_bytes_per_second=3352320000000
+        ).text,
     )
 )
 GPU_H200 = register_device(
@@ -152,6 +170,7 @@ GPU_H200 = register_device(
             DGX,
             NCCL,
         ),
+        xla_config=GpuConfig("NVIDIA H200", 9, memory_bytes=151397597184, memory_bytes_per_second=4800000000000).text,
     )
 )
 GPU_B200 = register_device(
@@ -181,6 +200,15 @@ GPU_B200 = register_device(
             DGX,
             NCCL,
         ),
+        xla_config=GpuConfig(
+            "NVIDIA B200",
+            major=10,
+            num_cores=148,
+            memory_bytes=191514411008,
+            memory_bytes_per_second=7672320000000,
+            cache_bytes=132644864,
+            clock_ghz=1.965,
+        ).text,
     )
 )
 # Processors differ too much for a table: their figures are a calibration's.

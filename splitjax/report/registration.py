@@ -1,5 +1,5 @@
 """Registers how splitjax's values look: which document shows a plan, a report, a prediction, a profile, an advice, a
-search's answer, a choice of rules or a mesh, a comparison of machines.
+search's answer, a choice of rules or a mesh, a comparison of machines, a check of one.
 
 `import splitjax` calls `register_documents`. Types are given by name and documents are made by functions that import
 their makers when they are first called, so that registering loads neither.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from splitjax.plan import Explanation, Plan
     from splitjax.report.blame.remedies import Remedies
     from splitjax.report.memory.value import MemoryTimelines
+    from splitjax.report.target.value import TargetCheck
     from splitjax.report.value import Report
     from splitjax.search.solving import Solution
     from splitjax.sync.analysis import Profile
@@ -38,6 +39,7 @@ def register_documents() -> None:
     registry.register("splitjax.cost.time.prediction.StepTime", _time)
     registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
     registry.register("splitjax.report.memory.value.MemoryTimelines", _timelines)
+    registry.register("splitjax.report.target.value.TargetCheck", _target_check)
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
     registry.register("splitjax.report.blame.remedies.Remedies", _remedies)
     registry.register("splitjax.search.solving.Solution", _solution)
@@ -109,6 +111,12 @@ def _timelines(timelines: MemoryTimelines) -> Document:
     from splitjax.report.memory.document import timelines_document
 
     return timelines_document(timelines)
+
+
+def _target_check(check: TargetCheck) -> Document:
+    from splitjax.report.target.document import target_document
+
+    return target_document(check)
 
 
 def _calibration(calibration: Calibration) -> Document:

@@ -308,3 +308,5 @@ _JSON = Codec(
     entries=("collectives", "missing"),
     unless_empty=("compute",),
 )
+# A report within another document.
+REPORT_FORM: Form[Report] = Form(_JSON.values, lambda codec, values, place: _JSON.read(values, place))

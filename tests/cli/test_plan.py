@@ -1,13 +1,16 @@
-"""`splitjax plan` in a run of tests: `--lock`, `--assert-max-memory`, `--assert-max-collective-bytes`."""
+"""`splitjax plan` in a run of tests: `--lock`, `--assert-max-memory`, `--assert-max-collective-bytes`, and what the
+compilers of machines say."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import pathlib
 
 import pytest
 
 from splitjax.display.figures import bytes_of
 from splitjax.planning.plan_lock import PlanLock
+from splitjax.report.target.value import TargetCheck
 
 PLAN = "plan --model mlp --model-option features=(16,16) --batch-size 32"
 
@@ -105,3 +108,47 @@ def test_machines_are_compared(run, tmp_path):
     assert status == 2 and "--svg" in err and "compares many" in err
     status, _, err = run(f"{PLAN} --pareto tpu:v99:2x2")
     assert status == 2 and "--pareto" in err
+
+
+def test_the_compiler_of_a_machine_says_whether_it_fits(run, tmp_path):
+    status, out, _ = run(f"{PLAN} --target cpu:8 --memory-budget 1GiB --html page.html --compiled-json check.json")
+    assert status == 0 and "fits: as compiled a device needs" in out and "time on" not in out
+    check = TargetCheck.from_json((tmp_path / "check.json").read_text())
+    assert check.target == "cpu:8" and check.budget_bytes == 1 << 30 and check.fits
+    assert "memory per device" in (tmp_path / "page.html").read_text()
+    # Rules and mesh are said: the budget decides about what is compiled alone.
+    status, out, _ = run(f"{PLAN} --target cpu:8 --mesh data=2,model=4 --memory-budget 4KiB")
+    assert status == 1 and "does not fit: as compiled" in out and "4.0 KiB (the budget)" in out
+    status, out, _ = run(f"{PLAN} --target cpu:8 --compile never")
+    assert status == 0 and "as compiled" not in out
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--compile always", "--compiled-json check.json", "--target cpu:8 --compile never --compiled-json c.json"],
+)
+def test_what_compiles_for_no_machine(run, options):
+    status, _, err = run(f"{PLAN} {options}")
+    assert status == 2 and "no machine to compile for" in err and "--target" in err
+
+
+def test_a_compiler_that_is_not_installed(run, monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    target = "--target gpu:h200:1x8 --mesh data=2,model=4 --memory-budget 1GiB"
+    status, out, _ = run(f"{PLAN} {target}")
+    assert (
+        status == 0 and "not compiled: the compiler of gpu:h200 is not installed" in out and "by the prediction" in out
+    )
+    status, _, err = run(f"{PLAN} {target} --compile always")
+    assert status == 2 and "is not installed" in err and "jax[cuda13]" in err
+
+
+@pytest.mark.tpu_aot
+def test_a_tpu_that_is_not_here_says_whether_it_fits(run):
+    status, out, _ = run(f"{PLAN} --target tpu:v5e:2x2 --memory-budget 16GiB")
+    assert status == 0 and "on tpu:v5e:2x2" in out and "fits: as compiled" in out and "(HBM)" in out
+    status, out, _ = run(f"{PLAN} --target tpu:v5e:2x2 --mesh data=2,model=2 --batch-size 262144 --memory-budget 32MiB")
+    assert status == 1 and "the compiler refuses it" in out

@@ -34,6 +34,7 @@ from splitjax.planning.carried import Carried, Seen
 from splitjax.report.attribute import ReportedCollective
 from splitjax.report.depths import ReportedDepth
 from splitjax.report.hlo import CompiledCollective
+from splitjax.report.target.value import CompilerRun, TargetCheck
 from splitjax.report.value import CompiledMemory, Report, ReportMemory
 from splitjax.runtime.checkpoint.carrying import taken_apart
 from splitjax.runtime.checkpoint.description import Description
@@ -108,6 +109,11 @@ REPORT = Report(
     ),
     (Collective("reduce_scatter", "data", 2048, "b", Purpose.told("gradient of b")),),
     (ReportedDepth(0, "a", 1.0, 12), ReportedDepth(1, "b", 0.5, None)),
+)  # fmt: skip
+TARGET_CHECK = TargetCheck(
+    "step", "tpu:v5e:2x4", MESH, "splitbrain", 2**33, 2**34, Memory(1, 2, 3, 4),
+    (Collective("reduce_scatter", "data", 2048, "b", Purpose.told("gradient of b")),),
+    CompilerRun("libtpu 1.0", 1.5, 2**33, {"xla_tpu_max_hbm_size_mib": 8192}), REPORT,
 )  # fmt: skip
 BARE_REPORT = Report("s", MESH, "r", "tpu", "d", ReportMemory(Memory(0, 0, 0), None), (), ())
 
@@ -202,6 +208,7 @@ def texts(write_vocabulary: Callable[[Vocabulary], str], write_profiles: Callabl
         "bare_plan": BARE_PLAN.to_json(),
         "report": REPORT.to_json(),
         "bare_report": BARE_REPORT.to_json(),
+        "target_check": TARGET_CHECK.to_json(),
         "advice": ADVICE.to_json(),
         "profile": PROFILE.to_json(),
         "job_profile": json.dumps(JOB_PROFILE.to_json()),

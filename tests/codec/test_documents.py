@@ -28,6 +28,7 @@ from splitjax.errors import (
 from splitjax.partial.advice import Advice
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
+from splitjax.report.target.value import TargetCheck
 from splitjax.report.value import Report
 from splitjax.runtime.checkpoint.carrying import put_together, targets
 from splitjax.runtime.checkpoint.description import Description
@@ -73,6 +74,7 @@ def test_every_kind_of_document_is_written_as_before(tmp_path):
         (Plan, "real_plan_partial", None),
         (Report, "report", samples.REPORT),
         (Report, "bare_report", samples.BARE_REPORT),
+        (TargetCheck, "target_check", samples.TARGET_CHECK),
         (Report, "real_report", None),
         (Report, "real_report_partial", None),
         (Advice, "advice", samples.ADVICE),
@@ -152,6 +154,7 @@ READERS: dict[str, tuple[Callable[[str], Any], type[SplitjaxError]]] = {
     "plan": (Plan.from_json, PlanError),
     "real_plan": (Plan.from_json, PlanError),
     "report": (Report.from_json, PlanError),
+    "target_check": (TargetCheck.from_json, PlanError),
     "advice": (Advice.from_json, PartialError),
     "profile": (Profile.from_json, ProfileError),
     "job_profile": (lambda text: JobProfile.from_json(json.loads(text)), ScheduleError),

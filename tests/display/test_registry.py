@@ -86,5 +86,5 @@ print("rich" in sys.modules, "matplotlib" in sys.modules)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     kinds = ["Advice", "Calibration", "Choice", "Explanation", "MemoryTimelines", "Plan", "Profile", "ProgramMemory"]
-    kinds += ["Remedies", "Report", "Solution", "StepTime", "TradeOff"]
+    kinds += ["Remedies", "Report", "Solution", "StepTime", "TargetCheck", "TradeOff"]
     assert found.stdout.splitlines() == [str(kinds), "[]", "[]", "False False"]

@@ -11,47 +11,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# Figures as XLA has them for this device (openxla/xla, xla/backends/gpu/target_config/specs/h200.txtpb), without its
-# rates of arithmetic.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  device_vendor: "NVIDIA Corporation"
-  name: "NVIDIA H200"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
-"""
-
 
 def devices(count: int) -> Any:
     """So many H200s of one host, as an array."""
     import numpy as np
     from jax.experimental import topologies
 
+    from splitjax.machines.tables import GPU_H200
+
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", topology=f"1x1x{count}", target_config=TARGET
+        platform="cuda", topology_name="h200", topology=f"1x1x{count}", target_config=GPU_H200.xla_config
     )
     return np.array(topology.devices).reshape(-1)
 
