@@ -269,8 +269,9 @@ class Weight:
       gradient.
     - `narrowed`: how many times fewer bytes it has in the dtype in which it travels (`StepStructure.narrowed`).
       `widened`: how many times more, where the compiler sends it in a wider one than its own.
-    - `times`: how often it is gathered forward, and has a gradient of its own to be summed; `times_back`: how often it
-      is gathered backward. `sums_apart`: whether these gradients are all-reduced one by one.
+    - `times_forward`, `times_back`: how often it is gathered in each pass. `times`: how many gradients of it are summed
+      over devices, but over the axes `within` alone their sum is. `sums_apart`: whether these gradients are all-reduced
+      one by one.
     - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
       how often rematerialisation repeats it.
     """
@@ -284,7 +285,9 @@ class Weight:
     narrowed: int = 1
     widened: int = 1
     times: int = 1
+    times_forward: int = 1
     times_back: int = 1
+    within: Axes = ()
     sums_apart: bool = False
     dealt: tuple[tuple[Axes, int, int], ...] = ()
 
@@ -307,7 +310,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     shard = own // weight.narrowed
     if stored:
         whole = shard * mesh.size(stored)
-        yield from [("all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path))] * weight.times
+        yield from [("all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path))] * weight.times_forward
         if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
             yield from [("all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path))] * weight.times_back
         yield from [("reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path))] * weight.times
@@ -316,14 +319,15 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
+    times = 1 if set(summed) <= set(weight.within) else weight.times
     if zero:
         gradient = "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
-        yield from [gradient] * weight.times
+        yield from [gradient] * times
         yield "all_gather", zero, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:
         part = shard // mesh.size((*zero, *parts)) if zero or parts else shard
         gradient = "all_reduce", rest, part, _backward(Kind.GRADIENT, leaf.path)
-        yield from [gradient] * (weight.times if weight.sums_apart else 1)
+        yield from [gradient] * (times if weight.sums_apart else 1)
     if parts:
         yield "all_gather", parts, shard, _backward(Kind.GRADIENT_GROUPS, leaf.path)
     for axes, sent, times in weight.dealt:

@@ -35,6 +35,8 @@ class Manner:
     - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
       value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
     - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
+    - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
+      they send it: where gradients are taken in microbatches.
     """
 
     backward: bool = True
@@ -42,6 +44,7 @@ class Manner:
     by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_apart: bool = False
     widens: bool = False
+    within: Axes = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,6 +145,8 @@ class Layout:
             narrowed=narrowed,
             widened=widened,
             times=structure.times.get(path, 1),
+            within=manner.within,
+            times_forward=structure.times_forward.get(path, 1),
             times_back=structure.times_back.get(path, 1),
             sums_apart=manner.sums_apart,
             dealt=tuple(self._dealt(leaf)),

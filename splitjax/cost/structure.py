@@ -44,8 +44,9 @@ class StepStructure:
     - `narrowed`: by parameter that all of its uses read in a narrower dtype (bfloat16 of float32), how many times
       fewer bytes its values and gradients have where they travel.
     - `as_bfloat16`: the parameters whose values and gradients travel in bfloat16.
-    - `times`: by parameter, how often the whole of it is used: twice where a table is the head, too. `times_back`: how
-      often the backward pass reads it.
+    - `times`: by parameter, how often the whole of it is used, and so has a gradient: twice where a table is the head,
+      too. `times_forward`: how often the forward pass gathers it, all lookups together once; `times_back`: how often
+      the backward pass does.
     - `dealt`: by parameter, where its columns are dealt out.
     - `has_groups`: whether it has convolutions with groups that are evaluated device by device: of others no gradient
       is put together of parts. `has_transforms`: whether it has Fourier transforms that are.
@@ -67,6 +68,7 @@ class StepStructure:
     narrowed: Mapping[str, int]
     as_bfloat16: frozenset[str]
     times: Mapping[str, int]
+    times_forward: Mapping[str, int]
     times_back: Mapping[str, int]
     dealt: Mapping[str, tuple[DealtWeight, ...]]
     has_groups: bool
@@ -118,6 +120,9 @@ class StepStructure:
                 path for path, uses in uses_of.items() if _is_bfloat16(graph, path, [links[i].use for i in uses])
             ),
             times={path: _times(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
+            times_forward={
+                path: _times(graph, path, _lookups_once(links[i].use for i in uses)) for path, uses in uses_of.items()
+            },
             times_back={
                 path: _times(graph, path, [links[i].use for i in uses if i in set(back)])
                 for path, uses in uses_of.items()
@@ -173,6 +178,16 @@ def _times(graph: Graph, path: str, uses: Iterable[Use]) -> int:
     size = math.prod(graph.leaf(path).shape)
     read = (use.trips * math.prod(graph.atom_sizes[atom] for dim in use.weight_dims for atom in dim) for use in uses)
     return max(1, round(sum(min(1.0, elements / size) for elements in read if size)))
+
+
+def _lookups_once(uses: Iterable[Use]) -> Iterator[Use]:
+    """Yields `uses` with the first lookup alone: others look up in what was gathered for it."""
+    has_lookup = False
+    for use in uses:
+        is_lookup = reads_ids(use)
+        if not (is_lookup and has_lookup):
+            yield use
+        has_lookup |= is_lookup
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, tuple[Value, ...]]:

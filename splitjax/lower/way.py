@@ -42,6 +42,11 @@ class Wrapping:
         """The reason for the inner way."""
         return self.inner.why
 
+    @property
+    def worker_axes(self) -> tuple[str, ...]:
+        """The axes of the workers of the inner way."""
+        return self.inner.worker_axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -53,6 +58,7 @@ class Whole:
     why: str = ""
     how: str = dataclasses.field(default="whole", init=False)
     num_parts: int = dataclasses.field(default=1, init=False)
+    worker_axes: tuple[str, ...] = dataclasses.field(default=(), init=False)
 
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""

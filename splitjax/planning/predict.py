@@ -171,7 +171,15 @@ def dense_prediction(draft: Draft) -> Prediction:
         draft.graph, layout.leaves, layout.layers, draft.shape, layout.batch_axes, layout.replicated_batch
     )
     cpu = draft.request.platform == "cpu"
-    manner = Manner(draft.takes_gradient, draft.group_comm, row_bytes_of(draft.tables), sums_apart=cpu, widens=cpu)
+    adding = [] if draft.ways is None else [set(way.worker_axes) for way in draft.ways.planned.values()]
+    manner = Manner(
+        draft.takes_gradient,
+        draft.group_comm,
+        row_bytes_of(draft.tables),
+        sums_apart=cpu,
+        widens=cpu,
+        within=tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding)),
+    )
     return predict_step(step, manner)
 
 

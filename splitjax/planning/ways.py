@@ -99,6 +99,12 @@ class BoundaryWay(Protocol):
         """Returns the reason for the choice, as a clause; empty where it is the usual way."""
         ...
 
+    @property
+    def worker_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes along which workers lie that each add up what all uses of an operand give to its
+        gradient before they send it; none where adding up is left to XLA."""
+        ...
+
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`: value, aux leaves, gradients, in the order of
         `boundary.expand`."""

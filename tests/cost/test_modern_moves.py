@@ -89,3 +89,37 @@ def test_what_a_policy_saves_is_not_repeated(policy, repeated):
     again = [one for one in parallel.plan(params, batch).collectives if one.purpose.again]
     assert len(again) == repeated
     assert parallel.report(params, batch).missing == ()
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "shard_state"),
+    [("data_parallel", {"data": 8}, True), ("fsdp", {"data": 8}, False), (*TRANSFORMER, False)],
+)
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_lookups_share_what_is_gathered_and_are_summed_one_by_one(rules, mesh, shard_state, microbatches):
+    """In microbatches a worker adds up what all of them give before anything is sent."""
+
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["up"])
+        first, then = params["table"][batch["first"]], params["table"][batch["then"]]
+        return jnp.mean(((hidden * first) @ params["through"] * then) ** 2)
+
+    options = {} if microbatches is None else {"microbatches": microbatches}
+    optimizer = optax.adam(1e-3)
+
+    def step(state, batch):
+        value, gradients = splitjax.value_and_grad(loss, **options)(state["params"], batch)
+        updates, new = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": new}, value
+
+    f32, ids = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    params = {"up": f32(16, 32), "table": f32(512, 32), "through": f32(32, 32)}
+    state = {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    parallel = splitjax.parallelize(step, mesh=mesh, rules=rules, shard_state=shard_state)
+    report = parallel.report(state, {"x": f32(64, 16), "first": ids, "then": ids})
+    assert report.missing == ()
+    assert [each for each in report.unplanned if each.bytes >= 100] == []
+    kinds = PurposeKind.GRADIENT, PurposeKind.GRADIENT_ONTO_STATE
+    planned = [one for each in report.collectives for one in each.realised if one.layer == "params/table"]
+    added_before = microbatches is not None and rules == "data_parallel"  # workers have whole tables
+    assert sum(one.purpose.kind in kinds for one in planned) == (1 if added_before else 2)

@@ -49,6 +49,11 @@ class Microbatched:
         """The number of microbatches."""
         return self.job.split.num_microbatches
 
+    @property
+    def worker_axes(self) -> tuple[str, ...]:
+        """The axes along which the workers lie, each with a loop."""
+        return self.job.split.workers.axes
+
     def sum_within(self, position: int) -> SumWithin:
         """Returns how the gradient of the operand at `position` is added up within a worker: outside of islands, each
         device sees all of the worker's examples."""

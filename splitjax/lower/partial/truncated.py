@@ -130,6 +130,11 @@ class Truncated:
         return len(self.boundary.step.depths.distinct)
 
     @property
+    def worker_axes(self) -> tuple[str, ...]:
+        """None: what is sent hangs on the depths of the workers."""
+        return ()
+
+    @property
     def why(self) -> str:
         """The reason for the way of its loops."""
         return self.loops.why

@@ -39,6 +39,11 @@ class InTurns:
         """The number of turns."""
         return self.turned.num_turns
 
+    @property
+    def worker_axes(self) -> tuple[str, ...]:
+        """The axes along which the workers lie behind the cut."""
+        return self.job.split.workers.axes
+
     def evaluate(self, call: BoundaryCall) -> list[Any]:
         """Returns the results of the boundary `call`."""
         return evaluate_turns(self.turned, self.job, call.operands, call.layout)
