@@ -47,6 +47,10 @@ CAUGHT = {
         1,
         "rules that do not go with the step's options are no candidate: the next ones are tried",
     ),
+    "compile/choosing.py: _cheapest_change.fitting": (
+        1,
+        "options that the step does not take with a layout are no change that an error can name",
+    ),
     "compile/kept_choice.py: KeptChoice.read": (1, OLD_FILE),
     "compile/kept_choice.py: KeptChoice.write": (1, STORAGE),
     "compile/memory.py: plan_memory": (1, SHOWN),

@@ -88,7 +88,8 @@ class SharedChoice:
         """The options of the next plain step: what was chosen stays."""
         decided = self._decided
         if decided is not None and decided.choice is not None:
-            chosen = {"rules": decided.rules, "shard_state": decided.choice.best.shards_state}
+            best = decided.choice.best
+            chosen = {"rules": decided.rules, "shard_state": best.shards_state, "microbatches": best.microbatches}
             return {**self._told, **chosen, "mesh": self.mesh, "memory_budget": None}
         return {**self._told, "mesh": self._asked if isinstance(self._asked, AutoMesh) else self.mesh}
 

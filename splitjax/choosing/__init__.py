@@ -1,14 +1,16 @@
 """Chooses the rules of a step by predicted seconds, within a budget of memory, by `splitjax.search`."""
 
 from splitjax.auto_mesh import AutoMesh, mesh_asked_for, mesh_shapes
-from splitjax.choosing.choice import Answer, Candidate, Choice, Refused, Variable
+from splitjax.choosing.choice import MICROBATCHES, Answer, Candidate, Choice, Refused, Variable
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
 from splitjax.choosing.domain import num_experts
-from splitjax.choosing.layering import Pricing
+from splitjax.choosing.layering import Pricing, laid_out
+from splitjax.choosing.order import in_turn, may_fit
 from splitjax.choosing.prices import Prices
 from splitjax.choosing.trade_off import Point, TradeOff, trade_off
 
 __all__ = [
+    "MICROBATCHES",
     "Answer",
     "AutoMesh",
     "Candidate",
@@ -21,6 +23,9 @@ __all__ = [
     "Variable",
     "choose_mesh",
     "choose_rules",
+    "in_turn",
+    "laid_out",
+    "may_fit",
     "mesh_asked_for",
     "mesh_shapes",
     "num_experts",

@@ -18,7 +18,7 @@ from splitjax.rules.ruleset import AUTO, RuleSet
 # Stands for the solver where no search was made, or none found what fits.
 NO_SOLVER = "none"
 _SHOWN = 7  # of the candidates in a plan
-STATE = "shard_state"
+STATE, MICROBATCHES = "shard_state", "microbatches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Candidate:
     """Is a rule set on a mesh, and how the step runs under it, with what it was predicted to take.
 
     **Attributes:** `shards_state`: whether optimizer state and summed gradients of whole parameters lie in parts over
-    the axes of the batch (`shard_state`). `seconds`: of a step, as a sum of its parts. `state_bytes`: of a device's
+    the axes of the batch (`shard_state`). `microbatches`: in how many parts a device differentiates its examples.
+    `seconds`: of a step, as a sum of its parts. `state_bytes`: of a device's
     states, exactly. `peak_bytes`: of a device, as a sum of all that the step stores. `bound_bytes`: what a device needs
     at most, by the lifetimes of the lowered step; None where it was not lowered to find out. `program_seconds`: of the
     lowered step on its machine, as `step.time` says; None where it was not lowered, or nothing is known of the machine.
@@ -54,11 +55,13 @@ class Candidate:
     bound_bytes: int | None = None
     program_seconds: float | None = None
     shards_state: bool = False
+    microbatches: int = 1
 
     @property
     def name(self) -> str:
         """The name of the rule set, what tells answers of the search from each other, and how the step runs."""
-        return f"{self._layout} with sharded state" if self.shards_state else self._layout
+        state = " with sharded state" if self.shards_state else ""
+        return f"{self._layout}{state}" + (f" in {self.microbatches} microbatches" if self.microbatches > 1 else "")
 
     @property
     def _layout(self) -> str:
@@ -73,12 +76,21 @@ class Candidate:
         """What a device needs: at most, where that is known, and as a sum else."""
         return self.peak_bytes if self.bound_bytes is None else self.bound_bytes
 
+    @property
+    def best_known_seconds(self) -> float:
+        """What a step takes: by its program, where that is known, and as a sum else."""
+        return self.seconds if self.program_seconds is None else self.program_seconds
+
     def fits(self, budget_bytes: float) -> bool:
         """Whether a device needs at most `budget_bytes`."""
         return self.needed_bytes <= budget_bytes
 
     def is_as(self, other: Candidate) -> bool:
         """Whether it is the same rules on the same mesh as `other`, and runs alike."""
+        return self.holds_as(other) and self.microbatches == other.microbatches
+
+    def holds_as(self, other: Candidate) -> bool:
+        """Whether it is the same rules on the same mesh as `other`, with the states in the same places."""
         return self.lies_as(other) and self.shards_state == other.shards_state
 
     def lies_as(self, other: Candidate) -> bool:
@@ -136,7 +148,7 @@ class Choice:
       number of these is limited.
     - `budget_bytes`: of a device; infinity without one.
     - `given`: the name of the rules where they were given; empty where they were chosen.
-    - `also`: the other options that were left to be chosen: `shard_state`.
+    - `also`: the other options that were left to be chosen: `shard_state`, `microbatches`.
     """
 
     best: Candidate
@@ -205,9 +217,11 @@ class Choice:
 
     def taking(self, taken: Candidate, lowered: Sequence[Candidate]) -> Choice:
         """Returns the choice with what is `taken` in the end. `lowered`: the candidates of which it was found out what
-        a device needs at most."""
+        a device needs at most; those in microbatches come to the others."""
         known = lambda each: next((other for other in lowered if other.is_as(each)), each)
-        return dataclasses.replace(self, best=taken, candidates=tuple(map(known, self.candidates)))
+        more = [each for each in lowered if not any(each.is_as(other) for other in self.candidates)]
+        candidates = sorted((*map(known, self.candidates), *more), key=lambda each: each.seconds)
+        return dataclasses.replace(self, best=taken, candidates=tuple(candidates))
 
     def best_of(self, mesh: MeshShape) -> Candidate | None:
         """Returns the fastest candidate on a mesh, whether it fits or not; None where there is none."""
@@ -245,6 +259,8 @@ class Choice:
             yield from self._about_rules()
         if STATE in self.also:
             yield self._about_state()
+        if MICROBATCHES in self.also:
+            yield self._about_microbatches()
         yield from self._about_budget()
 
     def _about_meshes(self) -> Iterator[str]:
@@ -289,7 +305,8 @@ class Choice:
     def _about_state(self) -> str:
         """Says how optimizer state lies, and what the other way would take."""
         best = self.best
-        other = next((each for each in self.candidates if each.lies_as(best) and not each.is_as(best)), None)
+        others = (each for each in self.candidates if each.lies_as(best) and not each.holds_as(best))
+        other = min(others, key=lambda each: abs(each.microbatches - best.microbatches), default=None)
         if other is None:
             return (
                 f"{STATE}: it changes nothing: these rules split what is trained over the axes of the batch already, or"
@@ -298,6 +315,25 @@ class Choice:
         lies = "optimizer state and summed gradients lie in parts over the axes of the batch"
         how = (lies, "whole") if best.shards_state else ("optimizer state lies as its parameters do", "sharded")
         return f"{STATE}: {how[0]}: {self._figures(best)}; {how[1]}: {self._figures(other)} ({self.verdict(other)})"
+
+    def _about_microbatches(self) -> str:
+        """Says in how many parts a device differentiates its examples, and why."""
+        best, limit = self.best, self.budget_bytes
+        if best.microbatches > 1:
+            fewer = [each for each in self.candidates if each.holds_as(best) and each.microbatches < best.microbatches]
+            needed = [
+                f"in {each.microbatches} {bytes_text(each.needed_bytes)} at most, {_told(each)}"
+                for each in sorted(fewer, key=lambda each: each.microbatches)
+            ]
+            return (
+                f"{MICROBATCHES}: {best.microbatches}, the fewest of this layout within {bytes_text(int(limit))}:"
+                f" {self._figures(best)}; {'; '.join(needed)}"
+            )
+        if math.isinf(limit):
+            return f"{MICROBATCHES}: 1, as no budget asks for more, and each more takes time"
+        refused = next((each for each in self.refused if each.rules.endswith(f" {MICROBATCHES}")), None)
+        why = "" if refused is None else f"; {refused.rules}: {refused.why}"
+        return f"{MICROBATCHES}: 1, which is within the budget, and each more takes time{why}"
 
     def _figures(self, each: Candidate) -> str:
         at_most = "" if each.bound_bytes is None else f", {bytes_text(each.bound_bytes)} a device at most"
@@ -311,7 +347,8 @@ class Choice:
         ]
         if too_large:
             on = (lambda each: f" on {each.mesh}") if len(self.meshes) > 1 else (lambda _: "")
-            named = ", ".join(f"{each.name}{on(each)} at most {bytes_text(each.needed_bytes)}" for each in too_large)
+            told = [f"{each.name}{on(each)} at most {bytes_text(each.needed_bytes)}" for each in too_large]
+            named = ", ".join(told[:_SHOWN]) + (f", and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
             yield f"faster, and not within {bytes_text(int(self.budget_bytes))}: {named}"
 
 

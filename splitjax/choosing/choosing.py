@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.auto_mesh import AutoMesh
-from splitjax.choosing.choice import STATE, Answer, Candidate, Choice, Refused
+from splitjax.choosing.choice import MICROBATCHES, STATE, Answer, Candidate, Choice, Refused
 from splitjax.choosing.domain import batch_modes, groups_of, num_experts, speaks_of
 from splitjax.choosing.layering import Pricing, answers, laid_out
 from splitjax.choosing.prices import Prices
@@ -245,15 +245,40 @@ def _fitting(choice: Choice, num_examples: int | None) -> Choice:
     raise over_budget(choice.budget_bytes, best, num_examples)
 
 
-def over_budget(budget_bytes: float, smallest: Candidate, num_examples: int | None) -> BudgetError:
-    """Returns the error for a step of which every layout that was found needs more than a budget. `smallest`: the one
-    that needs least."""
+def over_budget(
+    budget_bytes: float,
+    smallest: Candidate,
+    num_examples: int | None,
+    change: Candidate | None = None,
+    why_whole: str = "",
+) -> BudgetError:
+    """Returns the error for a step of which every layout that was found needs more than a budget.
+
+    **Arguments:** `smallest`: the one that needs least. `num_examples`: of the batch. `change`: what fits by options
+    that were not asked for. `why_whole`: why microbatches that were asked for are no candidates."""
     least = smallest.needed_bytes
+    message = f"no layout that was found fits: the least that a device needs is {bytes_text(least)}, by {smallest.name}"
+    if smallest.state_bytes > budget_bytes:
+        conflict = f"; its states alone are {bytes_text(smallest.state_bytes)}"
+    else:
+        conflict = f"; {bytes_text(smallest.state_bytes)} of these are states, the rest lives during the step"
+    remedies = [f"allow {least} bytes a device", "use more devices"]
+    if change is not None:
+        remedies.append(_said(change, smallest))
+    fewer = f" than {num_examples} examples at once" if num_examples else ""
     return BudgetError(
-        f"no layout that was found fits: the least that a device needs is {bytes_text(least)}, by {smallest.name} on"
-        f" {smallest.mesh}",
+        f"{message} on {smallest.mesh}{conflict}" + (f" ({why_whole})" if why_whole else ""),
         value=int(budget_bytes),
         place="memory_budget",
-        remedy=f"allow {least} bytes a device, use more devices, or a smaller batch or microbatches"
-        + (f" than {num_examples} examples at once" if num_examples else ""),
+        remedy=f"{', '.join(remedies)}, or a smaller batch or microbatches{fewer}",
+    )
+
+
+def _said(change: Candidate, smallest: Candidate) -> str:
+    """Returns the options with which a `change` of the step fits, in words. `smallest`: what needs least without."""
+    options = [f"{STATE}=True"] if change.shards_state and not smallest.shards_state else []
+    options += [f"{MICROBATCHES}={change.microbatches}"] if change.microbatches > smallest.microbatches else []
+    return (
+        f"say {' and '.join(options)}, with which it fits in {bytes_text(change.needed_bytes)}"
+        f" ({1e3 * change.seconds:.4g} ms a step by {change.name} on {change.mesh})"
     )

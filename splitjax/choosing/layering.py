@@ -38,7 +38,8 @@ _ROUNDS = 4
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pricing:
     """Says what rule sets cost a step on a mesh. `pins`: where users pinned arrays; `backward`: whether it takes a
-    gradient; `shards_state`: whether optimizer state of whole parameters lies in parts."""
+    gradient; `shards_state`: whether optimizer state of whole parameters lies in parts; `microbatches`: in how many a
+    device differentiates its examples."""
 
     graph: Graph
     mesh: MeshShape
@@ -46,12 +47,27 @@ class Pricing:
     pins: Mapping[str, Pin]
     backward: bool
     shards_state: bool = False
+    microbatches: int = 1
 
     def candidate(self, rules: RuleSet, prediction: Prediction) -> Candidate:
         """Returns `rules` with what the `prediction` of them takes."""
-        memory = prediction.memory
-        seconds, shards = self.prices.seconds(prediction), self.shards_state
-        return Candidate(rules, self.mesh, seconds, memory.state_bytes, memory.peak_bytes, shards_state=shards)
+        memory, number = prediction.memory, self.microbatches
+        seconds = self.prices.seconds(prediction)
+        peak_bytes = memory.peak_bytes
+        if number > 1:
+            seconds += (number - 1) * self.prices.seconds_of_a_part(prediction)
+            peak_bytes -= memory.activation_bytes - memory.activation_bytes // number
+        return Candidate(
+            rules, self.mesh, seconds, memory.state_bytes, peak_bytes, shards_state=self.shards_state,
+            microbatches=number,
+        )  # fmt: skip
+
+    def parts(self, prediction: Prediction) -> tuple[int, ...]:
+        """Returns the numbers of microbatches above 1 into which the examples of a device divide, ascending; none for a
+        step without a batch."""
+        examples = self.graph.num_examples or 0
+        own, rest = divmod(examples, self.mesh.size(tuple(prediction.setting.batch_axes)))
+        return () if rest else tuple(number for number in range(2, own + 1) if own % number == 0)
 
     def assigned(self, rules: RuleSet) -> Assignment:
         """Returns the layout by `rules`, with state in parts where that is asked for. Raises what `rules.assign` raises

@@ -27,6 +27,9 @@ from splitjax.plan import Collective
 _CPU_FLOPS, _CPU_BYTES, _CPU_LINK = 5e10, 1e10, Link(5e-5, 2e9)
 # How often state and activations pass through memory in a step: written once and read once each.
 _PASSES = 2
+# How often the bytes of the weights do for each further microbatch: they are read, and the sums of their gradients are
+# read and written.
+_PASSES_OF_A_PART = 3
 # Large enough, in flops, bytes or columns, that an operation goes at the rate of the largest that was measured.
 _LARGE = 1e12
 
@@ -96,6 +99,20 @@ class Prices:
         and what is sent."""
         moved = _PASSES * stored_bytes
         return flops / self.flops_per_second + moved / self.memory_bytes_per_second + sending_seconds
+
+    def seconds_of_a_part(self, prediction: Prediction) -> float:
+        """Returns the seconds that a step takes longer for each further microbatch.
+
+        Weights pass through memory once more, and so do the sums of their gradients, which are read and written.
+        Activations are sent in as many bytes, each time after a wait. What lies in parts over the axes of the batch is
+        gathered and summed in each microbatch, and so are the gradients beside it that are summed over these axes."""
+        mesh = prediction.setting.mesh
+        weights = [leaf for leaf in prediction.leaves if leaf.role == "param"]
+        shared = {axis for leaf in weights for axis in leaf.axes if axis in prediction.setting.batch_axes}
+        again = [each for sent in prediction.sent_by_leaf for each in sent if shared & set(each.axis.split("+"))]
+        waits = (self.ring(each.op, each.axis, mesh)[0] for each in prediction.activations)
+        moved = _PASSES_OF_A_PART * sum(leaf.bytes_per_device for leaf in weights)
+        return moved / self.memory_bytes_per_second + sum(waits) + self.sending_seconds(again, mesh)
 
     def sending_seconds(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
         """Returns the seconds of collectives, one after the other."""

@@ -20,6 +20,7 @@ from splitjax.cli._options import (
     GroupComm,
     Library,
     MeshText,
+    MicrobatchText,
     ModelName,
     ModelOption,
     OptimizerName,
@@ -30,6 +31,7 @@ from splitjax.cli._options import (
     import_from_here,
     parse_bytes,
     parse_mesh,
+    parse_microbatches,
     parse_model_options,
     parse_roles,
 )
@@ -72,8 +74,8 @@ class ModelCommand(CommandOptions):
     """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
     installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by layer."""
     memory_budget: SizeText | None = None
-    """What a device may need, such as 16GiB: where --rules auto, --mesh auto or --choose-state chooses, and what is
-    compiled for a --target."""
+    """What a device may need, such as 16GiB: where something is chosen, by auto or --choose-state, and what is compiled
+    for a --target."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False
@@ -81,6 +83,9 @@ class ModelCommand(CommandOptions):
     choose_state: bool = False
     """Choose by predicted time and --memory-budget whether to shard the state, alone or beside --rules auto and --mesh
     auto."""
+    microbatches: MicrobatchText | None = None
+    """In how many parts a device takes the gradients of its examples; auto takes the fewest that --memory-budget
+    allows."""
     library: Library = "linen"
     """Which of the two Flax libraries the model is written in."""
     optimizer: OptimizerName = "adam"
@@ -164,7 +169,14 @@ class ModelCommand(CommandOptions):
         return planned_step(
             ModelChoice(self.model, self.library, self.num_classes, self.width, options),
             LayoutChoice(
-                mesh, parse_roles(self.role), self.rules, self.group_comm, self.asked_state(), budget, self.chosen_for
+                mesh,
+                parse_roles(self.role),
+                self.rules,
+                self.group_comm,
+                self.asked_state(),
+                budget,
+                self.chosen_for,
+                parse_microbatches(self.microbatches),
             ),
             self.optimizer,
             self.batch_size,

@@ -69,7 +69,7 @@ class LayoutChoice:
     """Says how the step is laid out.
 
     - `mesh`: its axes with their sizes, or how many devices it is chosen for. `roles`: what was said of its axes.
-    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`: as of `splitjax.parallelize`.
+    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`, `microbatches`: as of `splitjax.parallelize`.
     """
 
     mesh: MeshShape | AutoMesh
@@ -79,6 +79,7 @@ class LayoutChoice:
     shard_state: bool | AutoWord = False
     memory_budget: int | None = None
     target: str | pathlib.Path | None = None
+    microbatches: int | AutoWord | None = None
 
 
 def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:
@@ -103,6 +104,7 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
         "shard_state": layout.shard_state,
         "memory_budget": layout.memory_budget,
         "target": layout.target,
+        "microbatches": layout.microbatches,
     }
     if isinstance(spec, models.OwnStep):
         step = splitjax.parallelize(spec.train_step, **options)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 
 from splitjax._registry import is_reference
+from splitjax.auto_mesh import AUTO, AutoWord
 from splitjax.cli.line.fields import Shown
 from splitjax.display.figures import bytes_of
 from splitjax.errors import MeshError, SplitjaxError
@@ -29,6 +30,7 @@ DEFAULT_MODEL = "vgg11"
 DEFAULT_MESH = "data=2,model=4"
 SizeText = Annotated[str, Shown(metavar="SIZE")]
 MeshText = Annotated[str, Shown(metavar="AXIS=SIZE,...")]
+MicrobatchText = Annotated[str, Shown(metavar="NUMBER|auto")]
 TargetTexts = Annotated[tuple[str, ...], Shown(metavar="TARGET", adds_up=True)]
 RoleTexts = Annotated[tuple[str, ...], Shown(metavar="AXIS=ROLE", adds_up=True)]
 
@@ -57,6 +59,20 @@ def parse_bytes(text: str | None, flag: str) -> int | None:
         raise OptionValueError(
             "this is no number of bytes", value=text, place=flag, remedy="write it as 14GiB, 2GB or 4096"
         ) from None
+
+
+def parse_microbatches(text: str | None) -> int | AutoWord | None:
+    """Returns the number of microbatches that `text` writes, or `auto`; None for None. Raises `OptionValueError` for
+    anything else."""
+    if text is None:
+        return None
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionValueError(
+            "this is no number of microbatches", value=text, place="--microbatches", remedy="write 4, say, or auto"
+        )
+    return int(text)
 
 
 def parse_model_options(texts: Sequence[str]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Decides what a step leaves to be chosen, its rules, its mesh, whether its state is sharded, when the first call is
-planned.
+"""Decides what a step leaves to be chosen, its rules, its mesh, whether its state is sharded, in how many microbatches
+its gradients are taken, when the first call is planned.
 
 A recipe, what is asked for as a mesh, and a call come in; the recipe with what was chosen, the mesh and what was built
 by them come out. The choice depends on the call, the number of devices and the options alone and ends by a limit of
@@ -7,23 +7,37 @@ work, so that processes that run one program choose alike.
 
 The search goes by sums, of seconds and of all that a step stores, which are quick. What is taken is compared by its
 lowered step. With a budget that must fit by the lifetimes of its arrays, as its plan shows them: candidates are
-lowered, the fastest first, until the upper bound of one is within the budget. Where the machine is known, by a target's
-published figures or a calibration, the best few that fit are lowered, with the best of every shipped rule set, and the
-fastest program is taken, as `step.time` predicts it: with what is sent while the devices compute, and with what is
-computed again.
+lowered, the fastest first, until the upper bound of one is within the budget. Where microbatches are chosen, a layout
+that needs more is tried in more and more of them, as long as that could do, in the order of all their seconds. Where
+the machine is known, by a target's published figures or a calibration, the best few that fit are lowered, with the best
+of every shipped rule set, and the fastest program is taken, as `step.time` predicts it: with what is sent while the
+devices compute, and with what is computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from splitjax.choosing import AutoMesh, Candidate, Choice, Pricing, Refused, num_experts, over_budget, rank
+from splitjax.choosing import (
+    MICROBATCHES,
+    AutoMesh,
+    Candidate,
+    Choice,
+    Pricing,
+    Refused,
+    in_turn,
+    laid_out,
+    may_fit,
+    num_experts,
+    over_budget,
+    rank,
+)
 from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.kept_choice import KeptChoice
@@ -33,15 +47,16 @@ from splitjax.mesh import MeshShape, abstract_mesh
 from splitjax.rules.pins import resolve
 from splitjax.rules.ruleset import TO_BE_CHOSEN
 from splitjax.step.arguments import Bound
+from splitjax.step.microbatches import why_not_in_microbatches
 from splitjax.step.traced import Traced, trace_anywhere, trace_step
 
 T = TypeVar("T")
 # Makes the draft and the entry of a recipe on a mesh from a traced call, with lines for the notes of the plan.
 Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[T, CompiledEntry]]
-# So many candidates are lowered for the time of their programs, the best as a sum first, of meshes of two axes and of
-# each kind of third axis; so many at most, with those that do not fit, the best of every shipped rule set, and what
-# comes after the fastest.
-_FEW, _FEW_OF_THREE_AXES, _MOST = 4, 2, 16
+# So many candidates are lowered for the time of their programs at most, those that do not fit among them.
+_MOST = 16
+# So many of the layouts that need least are tried with other options, where nothing fits.
+_CHANGED = 3
 # Of steps with more uses of weights than so many, each program of which takes seconds to predict, so many at most.
 _LARGE_USES, _MOST_OF_LARGE = 200, 5
 
@@ -102,78 +117,73 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
     budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
     pricings, further, refused = places.priced()
     choice = rank(pricings, further=further, rules=rules, refused=refused, budget_bytes=budget)
+    if recipe.chooses_microbatches:
+        choice = places.with_microbatches(choice)
     is_timed = recipe.calibration is not None or (recipe.target is not None and bool(recipe.target.kind.peak_flops))
     if math.isinf(budget) and not is_timed:
         return places.built(choice, build)
     lowered: list[Candidate] = []
+    refusals: list[Refused] = []
     best: tuple[Candidate, Decided[T]] | None = None
     most = _MOST if len(places.graph.uses) <= _LARGE_USES else _MOST_OF_LARGE
-    for candidate in _in_turn(choice, lowered, most if is_timed else None):
+    for candidate in in_turn(choice, lowered, most if is_timed else None, places.in_parts):
         try:
             decided = places.built(choice.taking(candidate, lowered), build)
             found = _lowered(candidate, decided, budget, is_timed)
-        except SplitjaxError:
-            continue  # the options of the step and these rules do not go together, or its program cannot be predicted
+        except SplitjaxError as error:
+            # The options of the step and these rules do not go together, or its program cannot be predicted.
+            if candidate.microbatches > 1:
+                refusals.append(Refused(candidate.name, candidate.mesh, str(error).splitlines()[0]))
+            continue
         lowered.append(found)
-        if found.fits(budget) and (best is None or _seconds(found) < _seconds(best[0])):
+        if found.fits(budget) and (best is None or found.best_known_seconds < best[0].best_known_seconds):
             best = found, decided
+    choice = dataclasses.replace(choice, refused=(*choice.refused, *refusals))
     if best is None:
         smallest = min(lowered, key=lambda each: each.needed_bytes, default=choice.best)
-        raise over_budget(budget, smallest, places.graph.num_examples)
+        change = _cheapest_change(places, recipe, choice, lowered, build)
+        raise over_budget(budget, smallest, places.graph.num_examples, change, _about_parts(choice))
     choice = choice.taking(best[0], lowered)
-    return places.built(choice, build) if is_timed else dataclasses.replace(best[1], choice=choice)
+    # Again, with notes that have what was found out of all.
+    return places.built(choice, build) if is_timed or choice.also else dataclasses.replace(best[1], choice=choice)
 
 
-def _in_turn(choice: Choice, lowered: list[Candidate], most: int | None) -> Iterator[Candidate]:
-    """Yields the candidates in the order in which they are lowered, the fastest as a sum first, until enough of those
-    that were `lowered` fit: one, or where they are timed, the best few and the best of every rule set, `most` in all.
-    Where none fits, those whose states alone are over the budget come last, to tell which of all needs least; what
-    cannot be that any more is left out."""
-    budget = choice.budget_bytes
-    for candidate in choice.candidates if most is None else _distinct(choice.candidates):
-        fitting = [each for each in lowered if each.fits(budget)]
-        if fitting and (most is None or len(lowered) >= most):
-            return
-        is_first_of_its_name = candidate.rules.name not in {each.rules.name for each in fitting}
-        alike = sum(each.mesh.names == candidate.mesh.names for each in fitting)
-        is_among_few = alike < (_FEW if len(candidate.mesh.names) < 3 else _FEW_OF_THREE_AXES)
-        if candidate.state_bytes <= budget and (is_among_few or is_first_of_its_name):
-            yield candidate
-    if any(each.fits(budget) for each in lowered):
-        yield from _following(choice, lowered, most or 0)
-        return
-    hopeless = [each for each in choice.candidates if each.state_bytes > budget]
-    for candidate in sorted(hopeless, key=lambda each: each.state_bytes):
-        least = min((each.needed_bytes for each in lowered), default=math.inf)
-        if candidate.state_bytes < least:
-            yield candidate
+def _cheapest_change(
+    places: _Places, recipe: Recipe, choice: Choice, lowered: Sequence[Candidate], build: Build[T]
+) -> Candidate | None:
+    """Returns what fits where nothing does as the step was asked for, by options that it does not leave to be chosen:
+    one of the layouts that need least, with sharded state, or else in microbatches, the fastest as a sum of those that
+    fit. None where nothing of this fits."""
+    budget, number = choice.budget_bytes, recipe.microbatches or 1
+    may_shard = not recipe.shard_state and not recipe.chooses_state
+    may_divide = number == 1 and not recipe.chooses_microbatches and places.may_divide
+    tried: list[Candidate] = list(lowered)
+
+    def fitting(candidate: Candidate) -> Candidate | None:
+        """Lowers a candidate, and returns it where it fits."""
+        try:
+            found = _lowered(candidate, places.built(choice.taking(candidate, ()), build), budget, is_timed=False)
+        except SplitjaxError:
+            return None
+        tried.append(found)
+        return found if found.fits(budget) else None
+
+    smallest = sorted(lowered, key=lambda each: each.needed_bytes)[:_CHANGED]
+    bases, found = list(smallest), list[Candidate]()
+    if may_shard:
+        sharded = [places.sharded(each) for each in smallest]
+        bases += sharded
+        found = [each for each in map(fitting, sharded) if each is not None]
+    for base in bases if may_divide and not found else ():
+        in_parts = (fitting(each) for each in places.parts_of(base) if may_fit(each, tried, budget))
+        found += filter(None, [next(filter(None, in_parts), None)])
+    return min(found, key=lambda each: each.seconds, default=None)
 
 
-def _following(choice: Choice, lowered: list[Candidate], most: int) -> Iterator[Candidate]:
-    """Yields, on further meshes of the same axes, what those rules are that the fastest program so far has, until one
-    is not faster."""
-    seconds = lambda: min(_seconds(each) for each in lowered if each.fits(choice.budget_bytes))
-    found, before = True, math.inf
-    while found and seconds() < before and len(lowered) < most:
-        found, before = False, seconds()
-        fastest = next(each for each in lowered if each.fits(choice.budget_bytes) and _seconds(each) == before)
-        for candidate in _distinct(choice.candidates):
-            known = any(candidate.is_as(each) for each in lowered)
-            alike = candidate.name == fastest.name and candidate.mesh.names == fastest.mesh.names
-            if alike and not known and candidate.state_bytes <= choice.budget_bytes:
-                found = True
-                yield candidate
-                break
-
-
-def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yields the first of candidates that are one layout under several names: equal in all that is predicted."""
-    seen: set[tuple[float, int, int]] = set()
-    for each in candidates:
-        predicted = each.seconds, each.state_bytes, each.peak_bytes
-        if predicted not in seen:
-            seen.add(predicted)
-            yield each
+def _about_parts(choice: Choice) -> str:
+    """Returns why microbatches are no candidates, in words; empty where they are, or were not asked for."""
+    refused = next((each for each in choice.refused if each.rules.endswith(f" {MICROBATCHES}")), None)
+    return "" if refused is None or MICROBATCHES not in choice.also else f"{refused.rules}: {refused.why}"
 
 
 def _lowered(candidate: Candidate, decided: Decided[T], budget: float, is_timed: bool) -> Candidate:
@@ -186,11 +196,6 @@ def _lowered(candidate: Candidate, decided: Decided[T], budget: float, is_timed:
     if not is_timed or machine is None or not candidate.fits(budget):
         return candidate
     return dataclasses.replace(candidate, program_seconds=program_time(recipe, decided.entry, machine).seconds)
-
-
-def _seconds(candidate: Candidate) -> float:
-    """Returns what a candidate takes: by its program, where that is known."""
-    return candidate.seconds if candidate.program_seconds is None else candidate.program_seconds
 
 
 def _most_bytes(entry: CompiledEntry) -> int:
@@ -219,6 +224,8 @@ class _Places:
         self._shapes = [shape.with_roles(recipe.roles) for shape in shapes]
         self._further = [shape.with_roles(recipe.roles) for shape in further]
         self.graph = self._traced.graph
+        self._why_whole = why_not_in_microbatches(self._traced.jaxpr)
+        self._pricings: list[Pricing] = []
 
     def kept(self) -> KeptChoice | None:
         """Returns where the choice is kept between processes; None where it is not."""
@@ -240,21 +247,57 @@ class _Places:
             else:
                 prices = prices_for(self._fixed, shape, self._recipe.target, self._recipe.calibration)
                 for shards in (False, True) if self._recipe.chooses_state else (self._recipe.shard_state,):
-                    pricings.append(Pricing(self.graph, shape, prices, pins, self._recipe.returns_state, shards))
+                    backward, number = self._recipe.returns_state, self._recipe.microbatches or 1
+                    pricings.append(Pricing(self.graph, shape, prices, pins, backward, shards, number))
         if not pricings:
             raise errors[0][1]
+        self._pricings = pricings
         further = [each for each in pricings if each.mesh in self._further]
         refused = [Refused("any", shape, str(error).splitlines()[0]) for shape, error in errors]
         return [each for each in pricings if each not in further], further, refused
+
+    @property
+    def may_divide(self) -> bool:
+        """Whether the gradients of the step can be taken in microbatches, as far as no layout matters."""
+        return not self._why_whole
+
+    def with_microbatches(self, choice: Choice) -> Choice:
+        """Returns a `choice` among microbatches, too, with the reason where there are none."""
+        refused = (Refused(f"any in several {MICROBATCHES}", choice.mesh, self._why_whole),) if self._why_whole else ()
+        return dataclasses.replace(choice, also=(*choice.also, MICROBATCHES), refused=(*choice.refused, *refused))
+
+    def in_parts(self, candidate: Candidate) -> list[Candidate]:
+        """Returns a candidate in every number of microbatches that the step leaves to be chosen, the fewest first."""
+        return self.parts_of(candidate) if self._recipe.chooses_microbatches and self.may_divide else []
+
+    def parts_of(self, candidate: Candidate) -> list[Candidate]:
+        """Returns a candidate in every number of microbatches above 1, the fewest first."""
+        pricing = self._priced_as(candidate, candidate.shards_state)
+        prediction = laid_out(pricing, candidate.rules)
+        return [
+            dataclasses.replace(pricing, microbatches=number).candidate(candidate.rules, prediction)
+            for number in pricing.parts(prediction)
+        ]
+
+    def sharded(self, candidate: Candidate) -> Candidate:
+        """Returns a candidate with sharded state."""
+        pricing = self._priced_as(candidate, shards=True)
+        return pricing.candidate(candidate.rules, laid_out(pricing, candidate.rules))
+
+    def _priced_as(self, candidate: Candidate, shards: bool) -> Pricing:
+        known = next(each for each in self._pricings if each.mesh == candidate.mesh)
+        return dataclasses.replace(known, shards_state=shards, microbatches=candidate.microbatches)
 
     def built(self, choice: Choice, build: Build[T]) -> Decided[T]:
         """Builds the step as it was chosen."""
         mesh = self._mesh(choice.mesh)
         traced = trace_step(self._recipe, self._bound, mesh=mesh) if self._names_axes else self._traced_on(choice.mesh)
+        best, number = choice.best, choice.best.microbatches
         decided = dataclasses.replace(
-            self._recipe, rules=choice.rules, shard_state=choice.best.shards_state, chooses_state=False
-        )
-        made, entry = build(decided, mesh, traced, tuple(choice.lines()))
+            self._recipe, rules=choice.rules, shard_state=best.shards_state, chooses_state=False,
+            microbatches=number if number > 1 else self._recipe.microbatches, chooses_microbatches=False,
+        )  # fmt: skip
+        made, entry = build(decided, mesh, traced.in_microbatches(number), tuple(choice.lines()))
         return Decided(decided, mesh, made, entry, choice)
 
     def _mesh(self, shape: MeshShape) -> Mesh | AbstractMesh:

@@ -57,7 +57,8 @@ class Recipe:
     - `unknown`: `error` or `gather`, for operations without dim rule.
     - `returns_state`: whether the step returns its states; False for an evaluation.
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
-    - `chooses_state`: whether `shard_state` is still to be chosen.
+    - `microbatches`: in how many its gradients are taken, where it does not say so itself; None for whole.
+    - `chooses_state`, `chooses_microbatches`: whether `shard_state`, and `microbatches`, are still to be chosen.
     - `roles`: what the user said that mesh axes are for.
     - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
@@ -75,7 +76,9 @@ class Recipe:
     returns_state: bool
     group_comm: str = "auto"
     shard_state: bool = False
+    microbatches: int | None = None
     chooses_state: bool = False
+    chooses_microbatches: bool = False
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
     verify: str | None = None
@@ -88,7 +91,8 @@ class Recipe:
     @property
     def is_open(self) -> bool:
         """Returns whether something of it but its mesh is left to be chosen. A pinned plan decides for itself."""
-        return self.pinned is None and (self.rules == TO_BE_CHOSEN or self.chooses_state)
+        is_open = self.rules == TO_BE_CHOSEN or self.chooses_state or self.chooses_microbatches
+        return is_open and self.pinned is None
 
     @functools.cached_property
     def request(self) -> SyncRequest:

@@ -37,7 +37,7 @@ from splitjax.step.traced import Traced
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
-FORMAT = 2
+FORMAT = 3
 # Of a value whose text is not the same in another process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Axes = tuple[tuple[str, int], ...]
@@ -55,6 +55,7 @@ class _Candidate:
     bound_bytes: int | None
     program_seconds: float | None
     shards_state: bool
+    microbatches: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +169,7 @@ class KeptChoice:
         mesh = lambda axes: MeshShape(axes).with_roles(self.roles)
         candidate = lambda each: Candidate(
             rules[each.rules], mesh(each.mesh), each.seconds, each.state_bytes, each.peak_bytes, each.bound_bytes,
-            each.program_seconds, each.shards_state,
+            each.program_seconds, each.shards_state, each.microbatches,
         )  # fmt: skip
         return Choice(
             candidate(document.best),
@@ -198,7 +199,7 @@ def _document(choice: Choice, key: str) -> _Kept:
             sets.append(each.rules)
         return _Candidate(
             sets.index(each.rules), each.mesh.axes, each.seconds, each.state_bytes, each.peak_bytes, each.bound_bytes,
-            each.program_seconds, each.shards_state,
+            each.program_seconds, each.shards_state, each.microbatches,
         )  # fmt: skip
 
     def answer(each: Answer) -> _Answer:
@@ -245,7 +246,7 @@ def _said(recipe: Recipe) -> Iterator[str]:
     """Yields what the decorator was told, as far as a choice depends on it."""
     yield write_rules(recipe.rules)
     yield repr((recipe.donate, recipe.unknown, recipe.returns_state, recipe.group_comm))
-    yield repr((recipe.shard_state, recipe.chooses_state))
+    yield repr((recipe.shard_state, recipe.chooses_state, recipe.microbatches, recipe.chooses_microbatches))
     yield repr((recipe.sync, recipe.backprop, recipe.uneven, sorted(recipe.roles.items()), recipe.memory_budget_bytes))
     yield repr(recipe.target)
     yield "" if recipe.calibration is None else recipe.calibration.to_json()

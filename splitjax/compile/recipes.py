@@ -18,6 +18,7 @@ from splitjax.display.figures import bytes_of
 from splitjax.errors import BudgetError, TargetError
 from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target, parse_target
+from splitjax.plan import Plan
 from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
 from splitjax.rules import load_rules
@@ -46,19 +47,21 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         given["state_outnums"],
     )
     place = f"parallelize({getattr(fn, '__name__', fn)!s})"
-    target = given["target"]
+    target, pinned = given["target"], resolve_plan(given["plan"])
     return Recipe(
         fn,
         options,
         TO_BE_CHOSEN if _is_auto(given["rules"]) else load_rules(given["rules"]),
-        resolve_plan(given["plan"]),
+        pinned,
         given["donate"],
         given["unknown"],
         returns_state=True,
         uneven=given["uneven"],
         group_comm=given["group_comm"],
         shard_state=given["shard_state"] is True,
+        microbatches=_microbatches(given["microbatches"], pinned),
         chooses_state=_is_auto(given["shard_state"]),
+        chooses_microbatches=_is_auto(given["microbatches"]),
         sync=parse(given["sync"], place),
         backprop=given["backprop"],
         verify=given["verify"],
@@ -71,6 +74,15 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
 
 def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO
+
+
+def _microbatches(asked: Any, pinned: Plan | None) -> int | None:
+    """Returns the number of microbatches that is `asked` for; where that is to be chosen, the one that a `pinned` plan
+    has, if there is one."""
+    if not _is_auto(asked):
+        return None if asked is None else int(asked)
+    boundaries = () if pinned is None else pinned.boundaries
+    return max((each.num_parts for each in boundaries if each.how == "microbatches"), default=None)
 
 
 def read_target(target: object, place: str) -> Target | None:
@@ -99,14 +111,14 @@ def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
     no size, and where nothing is chosen."""
     budget = given["memory_budget"]
     num_bytes = read_budget(budget, place)
-    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state"))
+    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state", "microbatches"))
     if budget is not None and not chosen and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
         raise BudgetError(
             "a budget decides among layouts, and rules and mesh are said already",
             value=budget,
             place=f"{place}, memory_budget",
-            remedy='give it beside rules="auto", mesh="auto" or shard_state="auto"; `splitjax plan --assert-max-memory`'
-            " checks what rules need",
+            remedy='give it beside rules="auto", mesh="auto", shard_state="auto" or microbatches="auto";'
+            " `splitjax plan --assert-max-memory` checks what rules need",
         )
     return num_bytes
 

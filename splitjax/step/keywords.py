@@ -64,6 +64,7 @@ class ParallelizeOptions(TypedDict, total=False):
     sync: SyncName | SchemeCosts | ByRows | Mapping[str, SyncName | SchemeCosts | ByRows]
     backprop: PartialBackprop | None
     shard_state: bool | Literal["auto"]
+    microbatches: int | Literal["auto"] | None
     donate: bool
     plan: Plan | str | os.PathLike[str] | None
     state_argnums: Positions | None
@@ -87,6 +88,7 @@ DEFAULTS: ParallelizeOptions = {
     "sync": "dense",
     "backprop": None,
     "shard_state": False,
+    "microbatches": None,
     "donate": True,
     "plan": None,
     "state_argnums": (0,),

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from splitjax.errors import PlanError, SplitjaxError, TraceError
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
@@ -60,6 +62,15 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
             place=f"{place}, shard_state",
             remedy='pass True to shard the optimizer state and gradients of whole parameters, or "auto" to have it'
             " chosen",
+        )
+    microbatches = given["microbatches"]
+    is_number = isinstance(microbatches, (int, np.integer)) and not isinstance(microbatches, bool) and microbatches > 0
+    if not (microbatches is None or is_number or (isinstance(microbatches, str) and microbatches == AUTO)):
+        raise OptionError(
+            "microbatches is a positive whole number, None, or chosen",
+            value=microbatches,
+            place=f"{place}, microbatches",
+            remedy='give the number of parts in which a device takes its gradient, or "auto" to have it chosen',
         )
     if verify not in (None, "first"):
         raise OptionError(

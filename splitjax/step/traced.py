@@ -24,6 +24,7 @@ from splitjax.step.annotations import Annotation, constraints_in, has_explicit, 
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.dealing import rewritten
 from splitjax.step.dealt_values import FusedProduct
+from splitjax.step.microbatches import in_microbatches
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
@@ -53,6 +54,11 @@ class StepFunction(Protocol):
     @property
     def returns_state(self) -> bool:
         """Returns whether the step returns its states; False for an evaluation."""
+        ...
+
+    @property
+    def microbatches(self) -> int | None:
+        """Returns in how many microbatches its gradients are taken where it does not say so itself; None for whole."""
         ...
 
     @property
@@ -98,6 +104,14 @@ class Traced:
         """Returns the call as the step knows it, taken apart."""
         return self.bound if self.known is None else self.known
 
+    def in_microbatches(self, number: int) -> Traced:
+        """Returns the same trace with its gradients taken in `number` microbatches, where it does not say so itself."""
+        if number == 1:
+            return self
+        retrace = lambda leaves: in_microbatches(self.retrace(leaves), number)
+        resized = resized_trace(self.bound, retrace, [leaf.example_dim for leaf in self.graph.leaves])
+        return dataclasses.replace(self, jaxpr=in_microbatches(self.jaxpr, number), retrace=retrace, resized=resized)
+
     def said_on(self, mesh: Mesh | AbstractMesh) -> Traced:
         """Returns the same trace with what the user says of where the arguments live on another `mesh`."""
         return dataclasses.replace(self, said=said_of(self.bound, mesh))
@@ -127,9 +141,10 @@ def trace_step(
         assert mesh is not None, "a mesh with Explicit axes is one"
         trace = _way_to_trace(call, mesh, leaves)
     jaxpr, result, annotations, is_settled = trace(leaves)
+    jaxpr = in_microbatches(jaxpr, step.microbatches)
     if matched is None:
         matched = match_states(step.options, bound, result) if step.returns_state else {}
-    retrace = lambda leaves: trace(leaves)[0]
+    retrace = lambda leaves: in_microbatches(trace(leaves)[0], step.microbatches)
     graph = build_graph(jaxpr, bound.arguments, matched)
     resized = resized_trace(bound, retrace, [leaf.example_dim for leaf in graph.leaves])
     return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))

@@ -69,6 +69,12 @@ def test_rules_and_meshes_that_are_chosen(run):
     assert status == 0 and 'mesh="auto" chose data=' in out.replace("\n", " ")
     status, out, _ = run(f"{PLAN} --choose-state --rules data_parallel --memory-budget 16GiB")
     assert status == 0 and 'shard_state="auto" chose data=' in out.replace("\n", " ")
+    status, out, _ = run(f"{PLAN} --microbatches auto --rules data_parallel --memory-budget 16GiB")
+    assert status == 0 and "microbatches: 1, which is within the budget" in " ".join(out.split())
+    status, out, _ = run(f"{PLAN} --microbatches 2 --rules data_parallel")
+    assert status == 0 and "in 2 microbatches" in " ".join(out.split())
+    status, _, err = run(f"{PLAN} --microbatches some")
+    assert status == 2 and "--microbatches" in err
     status, _, err = run(f"{PLAN} --choose-state --shard-state")
     assert status == 2 and "--choose-state" in err
     status, out, _ = run(f"{PLAN} --mesh auto --rules auto --target tpu:v5e:2x4")
