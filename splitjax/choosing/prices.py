@@ -20,6 +20,7 @@ from splitjax.machines.links import Link
 from splitjax.machines.routes import routes
 from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape
+from splitjax.mesh.axis_parts import whole_axis
 from splitjax.plan import Collective
 
 # Stand for CPUs, of which no vendor publishes such figures: the order of a core, its memory, and sockets between
@@ -145,7 +146,7 @@ class Prices:
         axes = mesh.present(axis.split("+"))
         if not axes:
             return 0.0, math.inf
-        links = [self.links.get(each, self.link) for each in axes]
+        links = [self.links.get(whole_axis(each), self.link) for each in axes]
         steps = mesh.size(axes) - 1
         latency = max(link.latency_seconds for link in links)
         rate = min(link.bytes_per_second for link in links)

@@ -28,13 +28,13 @@ weight from the forward for the backward pass.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
+from splitjax.mesh.axis_parts import AxisPart
 from splitjax.plan import Collective, LeafPlan, Phase, Purpose
 from splitjax.plan import PurposeKind as Kind
 
@@ -70,8 +70,7 @@ def sent_by(layer: str, events: Iterable[Event], mesh: MeshShape, backward: bool
     return tuple(
         Collective(op, "+".join(axes), sent, layer, purpose)
         for op, axes, num_bytes, purpose in events
-        if (backward or purpose.phase == Phase.FORWARD)
-        and (sent := _BYTES[op](math.prod(mesh.sizes[axis] for axis in axes), num_bytes)) > 0
+        if (backward or purpose.phase == Phase.FORWARD) and (sent := _BYTES[op](mesh.size(axes), num_bytes)) > 0
     )
 
 
@@ -136,6 +135,7 @@ def _activations(
         entering = tuple(event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
         yield from _sent_as((*entering, *_again(entering, use.reread)), use.data_dtype, widens)
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
+    leaving = (*leaving, *_leave_shared(flow))
     yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
     for each in flow.reduced:
         event = each.op, flow.free, each.num_bytes, _forward(Kind.REDUCED_FEATURES)
@@ -247,6 +247,20 @@ def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
         yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.FROM_EXPERTS_COTANGENT)
     else:
         yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.ALL_EXPERTS)
+
+
+def _leave_shared(flow: WeightFlow) -> Iterator[Event]:
+    """Yields what brings the cotangents of heads together that devices share, each of which reads its own of them: they
+    are summed over the devices that share a head, and the heads gathered."""
+    if flow.shared is None:
+        return
+    axis, num_heads, copies = flow.shared.axis, flow.shared.num_heads, flow.shared.copies
+    if num_heads == 1:
+        yield "all_reduce", (axis,), flow.out_group_bytes, _backward(Kind.SHARED_HEADS)
+        return
+    over_copies, over_heads = AxisPart(axis, num_heads, copies), AxisPart(axis, 1, num_heads)
+    yield "all_reduce", (str(over_copies),), flow.out_group_bytes // num_heads, _backward(Kind.SHARED_HEADS)
+    yield "all_gather", (str(over_heads),), flow.out_group_bytes, _backward(Kind.WHOLE_HEADS)
 
 
 def stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
 
+from splitjax.cost.heads import HeadReaders, SharedHeads, find_readers
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Graph, Leaf, Reduction, Use
@@ -55,6 +56,8 @@ class WeightFlow:
     - `reduced`: what reductions over the columns of its output send, where these stay split behind it.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
+    - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
+      where no gradient boundary holds it: XLA decides there what each device computes.
     """
 
     use: Use
@@ -72,6 +75,7 @@ class WeightFlow:
     at_hand: bool = False
     producers: tuple[int, ...] = ()
     reduced: tuple[Reduced, ...] = ()
+    shared: SharedHeads | None = None
 
     @property
     def axes(self) -> Axes:
@@ -122,6 +126,7 @@ class UseLinks:
     - `producer`, `consumer`, `producers`: as for `WeightFlow`.
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
     - `reductions`: those over the columns of its output, where its weight has one dim of these.
+    - `heads`: the heads of an attention that its output has and that more heads read; None for none.
     """
 
     use: Use
@@ -135,6 +140,7 @@ class UseLinks:
     same_value: tuple[int, ...]
     producers: tuple[int, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    heads: HeadReaders | None = None
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -149,6 +155,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
     consumers = _first_readers(reads, writes)
     reductions = _reductions(graph, uses, roles, writes)
+    heads = dict(find_readers(graph, uses, roles))
     last_writer: dict[int, int] = {}
     writers: dict[int, list[int]] = {}
     read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
@@ -174,6 +181,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),
                 reductions=tuple(reductions.get(i, ())),
+                heads=heads.get(i),
             )
         )
         for label in writes[i]:
@@ -273,7 +281,18 @@ def flow_of(
         ),
         producers=links.producers,
         reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays else (),
+        shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
     )
+
+
+def _shared(heads: HeadReaders, split_at: Callable[[int], Split], setting: Setting) -> SharedHeads | None:
+    """Returns how devices share heads of a whole weight; None where the weights whose heads read them are whole too, or
+    where devices do not divide evenly among the heads."""
+    mesh = setting.mesh
+    axes = next((axes for j in heads.readers if (axes := (*split_at(j)[0], *split_at(j)[1]))), ())
+    if len(axes) != 1 or axes[0] in setting.batch_axes or mesh.size(axes) % heads.num_heads:
+        return None
+    return SharedHeads(axes[0], heads.num_heads, mesh.size(axes) // heads.num_heads)
 
 
 def _sent_by_reductions(links: UseLinks, num_shares: int, num_parts: int) -> Iterator[Reduced]:

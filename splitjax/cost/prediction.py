@@ -4,8 +4,8 @@ A step with the layout of its leaves comes in, a `Prediction` comes out, which k
 and its memory as terms. `Prediction.changed` derives anew what a changed layout touches, and shares the rest. What
 touches what is known exactly:
 
-- The flow of a use depends on the layout of its weight, of the weights of earlier uses that read the same input, and of
-  the batches that it reads.
+- The flow of a use depends on the layout of its weight, of the weights of earlier uses that read the same input, of
+  those whose heads read the heads that it makes, and of the batches that it reads.
 - What a use sends depends on its own flow, and on those of its producer and its consumer.
 - What a parameter's gradient sends depends on its own layout, on that of its optimizer state, and on the flows of its
   uses; for a bias on the flows of its layer's uses.

@@ -33,7 +33,7 @@ class StepStructure:
     - `position`: of every leaf, by path. `names`: by path, the layer of each leaf that has one.
     - `uses_of`: by parameter, the positions of its uses.
     - `beside`: by use, the positions of the uses whose producer or consumer it is.
-    - `read_alike`: by use, the positions of later uses that read the very same input.
+    - `read_alike`: by use, the positions of later uses that read the very same input, and of uses whose heads it reads.
     - `fed_from`: by batch leaf, the positions of the uses that read it.
     - `states_of`: by parameter, the positions of the optimizer state that mirrors it (moments; not factored statistics,
       which are small). `mirrors`: the reverse, by path of such a state.
@@ -108,7 +108,11 @@ class StepStructure:
                 for j in dict.fromkeys((each.producer, each.consumer, *each.producers))
                 if j is not None
             ),
-            read_alike=_grouped((j, i) for i, each in enumerate(links) for j in each.same_value),
+            read_alike=_grouped(
+                (j, i)
+                for i, each in enumerate(links)
+                for j in (*each.same_value, *(each.heads.readers if each.heads else ()))
+            ),
             fed_from=_grouped((path, i) for i, each in enumerate(links) for path in each.use.fed_by),
             states_of=_grouped((param, position[path]) for path, param in mirrors.items()),
             mirrors=mirrors,

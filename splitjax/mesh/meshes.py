@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from splitjax import _compat
 from splitjax.errors import MeshError
+from splitjax.mesh.axis_parts import read_part
 from splitjax.mesh.device_order import FAST, SLOW, arrange
 from splitjax.roles import KNOWN_AXES, MeshRoles, Role
 
@@ -108,8 +109,9 @@ class MeshShape:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str | Sequence[str] | None) -> int:
-        """Returns the number of devices along `axis`, or along several axes together; 1 for None and for an absent
-        known axis. Raises `MeshError` for any other axis that the mesh does not have."""
+        """Returns the number of devices along `axis`, along a part of it (`axis_parts`), or along several axes
+        together; 1 for None and for an absent known axis. Raises `MeshError` for any other axis that the mesh does not
+        have."""
         if axis is None:
             return 1
         if not isinstance(axis, str):
@@ -121,6 +123,9 @@ class MeshShape:
             return self.sizes[axis]
         if axis in KNOWN_AXES:
             return 1
+        part = read_part(axis)
+        if part is not None and part.axis in self.sizes and self.sizes[part.axis] % (part.before * part.size) == 0:
+            return part.size
         raise MeshError(
             f"the mesh has no axis {axis!r}",
             value=dict(self.axes),

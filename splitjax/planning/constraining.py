@@ -33,6 +33,7 @@ from splitjax.planning.sites.remedies import (
 from splitjax.planning.sites.row_inputs import pin_row_inputs
 from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
 from splitjax.planning.sites.sharded_dims import ShardedDims
+from splitjax.planning.sites.shared_heads import pin_shared_heads, shared_notes
 from splitjax.primitives.foreign.callbacks import CALLBACKS
 from splitjax.trace.graph import Unknown
 
@@ -74,10 +75,11 @@ def constrain(draft: Draft) -> Draft:
         (
             *constraints,
             *pin_row_inputs(graph, chain, layout.leaves),
+            *pin_shared_heads(graph, chain, layout.batch_axes),
             *pin_gradients(graph, layout.leaves, sharded),
         ),
         SiteDecisions(
-            derive_scatters(*arguments, exchanges),
+            derive_scatters(*arguments, exchanges, chain),
             weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,
@@ -89,7 +91,7 @@ def constrain(draft: Draft) -> Draft:
         ),
     )
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
-    said = (*said, *deal_notes(graph, layout.leaves, mesh))
+    said = (*said, *deal_notes(graph, layout.leaves, mesh), *shared_notes(chain, mesh))
     said = (*said, *ragged_notes(graph, layout.leaves, mesh, layout.batch_axes))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from splitjax.mesh import MeshShape
+from splitjax.mesh.axis_parts import part_of_places
 from splitjax.report.wire import GroupList, Groups, MeshGroups
 
 OTHER = "other"
@@ -29,22 +30,33 @@ def expand(groups: GroupList, num_devices: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
-    """Returns the axes of `mesh`, in its order, such that devices of a group differ in exactly these axes and in all
-    their combinations; None where no set of axes gives these `groups`."""
+    """Returns the axes of `mesh`, or parts of axes (`mesh.axis_parts`), in its order, such that devices of a group
+    differ in exactly these and in all their combinations; None where no set of them gives these `groups`."""
     coordinates = _coordinates(mesh)
     if coordinates is None:
         return None
-    axes: tuple[int, ...] | None = None
+    axes: tuple[str, ...] | None = None
     for group in groups:
         if any(not 0 <= device < mesh.num_devices for device in group):
             return None
-        places = coordinates[list(group)]
-        varying = tuple(int(axis) for axis in np.flatnonzero((places != places[0]).any(axis=0)))
-        whole = math.prod(mesh.axes[axis][1] for axis in varying)
-        if (axes is not None and varying != axes) or len(set(group)) != whole:
+        varying = _varying(coordinates[list(group)], mesh)
+        if varying is None or (axes is not None and varying != axes) or len(set(group)) != mesh.size(varying):
             return None
         axes = varying
-    return tuple(mesh.names[axis] for axis in axes or ())
+    return axes or ()
+
+
+def _varying(places: np.ndarray, mesh: MeshShape) -> tuple[str, ...] | None:
+    """Returns the axes, or parts of axes, in which `places`, int[devices, axes], differ; None where they differ in what
+    is no part of an axis."""
+    names: list[str] = []
+    for axis in np.flatnonzero((places != places[0]).any(axis=0)):
+        name, size = mesh.axes[axis]
+        part = part_of_places(name, np.unique(places[:, axis]).tolist(), size)
+        if part is None:
+            return None
+        names.append(part)
+    return tuple(names)
 
 
 def varying_axes(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:

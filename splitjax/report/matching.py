@@ -42,6 +42,9 @@ _ABOUT: Mapping[PurposeKind, str] = {
 }
 # The scope of an exchange that splitjax wrote out, by what the planned collective is about.
 _WRITTEN_OUT: Mapping[str, str] = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}
+_OF_HEADS = frozenset({PurposeKind.SHARED_HEADS, PurposeKind.WHOLE_HEADS})
+# Exchanges of activations that are not those of a product's operands and results, and have rounds of their own.
+_NAMELESS = _OF_HEADS | {PurposeKind.REDUCED_FEATURES}
 # Layers further away than this are no neighbours.
 _NEAR = 2
 
@@ -159,7 +162,7 @@ def _is_gradient_of_layer(compiled: Evidence, planned: Collective, step: Step) -
 def _is_activation(compiled: Evidence, planned: Collective, step: Step) -> bool:
     sums = compiled.collective.op in SUMS
     carries = bool(compiled.collective.shape) and (not sums or _carries(primitive(compiled.op_name)))
-    is_exchange = about(planned.purpose) == VALUE and planned.purpose.kind != PurposeKind.REDUCED_FEATURES
+    is_exchange = about(planned.purpose) == VALUE and planned.purpose.kind not in _NAMELESS
     moves = compiled.about in (VALUE, WEIGHT) and is_exchange
     return moves and compiled.phase == planned.purpose.phase and carries
 
@@ -168,6 +171,13 @@ def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
     """Tells whether both reduce split columns to a value for each example."""
     of_value = compiled.about == VALUE and compiled.phase in (planned.purpose.phase, UPDATE)
     return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
+
+
+def _is_of_heads(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both bring cotangents of heads together that devices share: a reduction over the heads that read
+    them, or a gather, for whose operation XLA names no layer."""
+    of_value = compiled.about == VALUE and compiled.phase == planned.purpose.phase
+    return planned.purpose.kind in _OF_HEADS and of_value and bool(compiled.collective.shape)
 
 
 def _carries(name: str) -> bool:
@@ -247,6 +257,8 @@ _ROUNDS_BY_LEAF = (
 _ROUNDS_OF_ACTIVATIONS = (
     (_all(_is_reduction, _is_alike, _in_layer), _nothing),
     (_all(_is_reduction, _is_alike), _nothing),
+    (_all(_is_of_heads, _is_alike, _in_layer), _nothing),
+    (_all(_is_of_heads, _is_alike), _nothing),
     (_all(_is_activation, _has_same_size, _in_layer), _nothing),
     (_all(_is_activation, _is_alike, _has_layer), _distance),
     (_all(_is_activation, _has_same_size, _has_same_axis, _has_layer, _is_near), _distance),

@@ -137,7 +137,11 @@ def test_pairs_of_start_and_done_are_one_collective():
         (GroupList((), (2, 4, (8,), ())), ("model",)),
         (GroupList((), None, MeshGroups((2, 4), (), None, ((0, 0, 0),))), ("data",)),
         (GroupList((), None, MeshGroups((8,), (), None, ((0, 2, 4),))), ("model",)),
-        (GroupList(((0, 1), (2, 3), (4, 5), (6, 7))), None),  # half of an axis
+        (GroupList(((0, 1), (2, 3), (4, 5), (6, 7))), ("model:(2)2",)),  # half of an axis
+        (GroupList(((0, 2), (1, 3), (4, 6), (5, 7))), ("model:(1)2",)),
+        (GroupList(((0, 1, 4, 5), (2, 3, 6, 7))), ("data", "model:(2)2")),
+        (GroupList(((0, 1), (2, 3), (4, 6), (5, 7))), None),  # other halves in either row
+        (GroupList(((0, 3), (1, 2), (4, 7), (5, 6))), None),
     ],
 )
 def test_groups_are_mesh_axes(groups, axes):

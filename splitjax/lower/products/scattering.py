@@ -39,9 +39,10 @@ class _ScatteredProduct:
     - `scatter`: as planned. `where`: the mesh of the evaluation. `eqn`: the equation.
     - `keeps`: whether a weight that was gathered for the forward pass serves the backward pass, too.
     - `convolution`: how it is evaluated where XLA's partitioner must not be asked over the other axes.
-    - `axes`: over which the evaluation is manual: those of the examples, or all, where a convolution is whole over the
-      others. Were it a `shard_map` of its own inside that of the examples, the partitioner of JAX 0.10 would end the
-      process in some networks (VGG-16 under `megatron` with sharded state: a check in `hlo_sharding_util.cc` fails).
+    - `axes`: over which the evaluation is manual: those of the examples, or all, where heads come out that devices
+      along the others share, or a convolution is whole over the others. Were that a `shard_map` of its own inside that
+      of the examples, the partitioner of JAX 0.10 would end the process in some networks (VGG-16 under `megatron` with
+      sharded state: a check in `hlo_sharding_util.cc` fails).
     """
 
     scatter: Scatter
@@ -130,7 +131,7 @@ def evaluate_scatter(
     """
     with jax.named_scope(scope("product", scatter.layer)):
         data, weight = operands[scatter.data], operands[scatter.weight]
-        axes = scatter.axes
+        axes = tuple(where.mesh.axis_names) if scatter.alone else scatter.axes
         if convolution is not None:
             shape = list(data.shape)
             shape[scatter.example_dim] //= MeshShape.of(where.mesh).size(axes)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitjax import _compat
-from splitjax.cost.flow import used_axes
+from splitjax.cost.flow import WeightFlow, used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
 from splitjax.planning.sites.exchange import STAY, Exchange
@@ -48,6 +48,7 @@ class Scatter:
     - `stored`: dims along which the weight is stored in parts, and gathered for the product: once forward, once
       backward.
     - `out_kept`: dims of the result that are split as `kept` has them; None where tracing does not tell them apart.
+    - `alone`: whether each device computes it whole over all other axes: what it makes are heads that devices share.
     """
 
     site: tuple[int, ...]
@@ -61,6 +62,7 @@ class Scatter:
     kept: Parts = ()
     stored: Parts = ()
     out_kept: Parts | None = None
+    alone: bool = False
 
     def fits(self, eqn: Any) -> bool:
         """Returns whether the equation `eqn` treats examples one by one, so that a device can evaluate it for its
@@ -98,6 +100,7 @@ def derive_scatters(
     batch_axes: tuple[str, ...],
     replicated_batch: str,
     exchanges: Sequence[Exchange],
+    chain: Sequence[WeightFlow],
 ) -> tuple[Exchange | Scatter | Summed, ...]:
     """Derives the operations of a step whose gradients are summed into parts.
 
@@ -107,7 +110,7 @@ def derive_scatters(
     - `mesh`: the shape of the mesh.
     - `batch_axes`: the mesh axes that split the batch, major first.
     - `replicated_batch`: over which axes replicated layers split it, as the plan has it.
-    - `exchanges`: the products with split weights.
+    - `exchanges`: the products with split weights. `chain`: the flows of the step.
 
     Returns the exchanges, those with split gradients marked so; the products with weights that are used whole and whose
     gradient is split, as their state is or they are themselves; biases and scales.
@@ -127,10 +130,11 @@ def derive_scatters(
         parts = gained_dims(graph, use.weight_dims, leaf, exchange.rest) if leaf is not None else ()
         products.append(dataclasses.replace(exchange, scatter=parts))
     taken = {exchange.site for exchange in exchanges}
+    alone = {flow.use.site for flow in chain if flow.shared is not None}
     for use in graph.uses:
         if use.site not in taken and use.param in planned:
             scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, replicated_batch)
-            products += [] if scatter is None else [scatter]
+            products += [] if scatter is None else [dataclasses.replace(scatter, alone=use.site in alone)]
     return (*products, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges))
 
 

@@ -1,0 +1,138 @@
+"""Attention with fewer heads of keys and values than devices along the tensor axis: these heads are copied in groups,
+and all that is sent for that is planned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import splitjax
+from splitjax.plan import PurposeKind
+
+WIDTH, HEADS, SIZE, HIDDEN, VOCAB = 16, 4, 4, 32, 24
+TWO, THREE = {"data": 2, "tensor": 4}, {"data": 1, "fsdp": 2, "tensor": 4}
+OF_HEADS = (PurposeKind.SHARED_HEADS, PurposeKind.WHOLE_HEADS)
+
+
+def repeated(q, k, v):
+    """Keys and values are repeated for the heads that read them."""
+    k, v = (jnp.repeat(each, HEADS // each.shape[2], 2) for each in (k, v))
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), -1)
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def grouped(q, k, v):
+    """Queries are grouped by the head of keys that they read, as `jax.nn.dot_product_attention` has it."""
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, SIZE)
+    weights = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k), -1)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(*q.shape[:2], HEADS, SIZE)
+
+
+def project(x, weight):
+    if weight.ndim == 3:
+        return jnp.einsum("btd,dhk->bthk", x, weight)
+    return (x @ weight).reshape(*x.shape[:2], -1, SIZE)
+
+
+def decoder(kv, attend=repeated, *, apart=False, scan=True, remat=True, **options):
+    """Returns (parameters, step, the same step on one device): two layers behind an embedding."""
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
+    columns = (lambda count: (count, SIZE)) if apart else (lambda count: (count * SIZE,))
+    layers = {name: make(2, WIDTH, *columns(count)) for name, count in (("q", HEADS), ("k", kv), ("v", kv))}
+    layers |= {"o": make(2, *columns(HEADS), WIDTH), "up": make(2, WIDTH, HIDDEN), "down": make(2, HIDDEN, WIDTH)}
+    params = {
+        "table": make(VOCAB, WIDTH),
+        "layers": layers if scan else [jax.tree.map(lambda leaf, n=n: leaf[n], layers) for n in range(2)],
+    }
+
+    def layer(x, w):
+        attended = attend(project(x, w["q"]), project(x, w["k"]), project(x, w["v"]))
+        x += jnp.einsum("bthk,hkd->btd", attended, w["o"]) if apart else attended.reshape(x.shape) @ w["o"]
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    def loss(params, batch):
+        run, x = jax.checkpoint(layer) if remat else layer, params["table"][batch["tokens"]]
+        if scan:
+            x, _ = jax.lax.scan(lambda x, w: (run(x, w), None), x, params["layers"])
+        for w in () if scan else params["layers"]:
+            x = run(x, w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def stepping(value_and_grad):
+        def step(params, batch):
+            value, grads = value_and_grad(loss)(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+        return step
+
+    ours = stepping(lambda loss: splitjax.value_and_grad(loss, **options))
+    return params, ours, stepping(jax.value_and_grad)
+
+
+def examples(number=8):
+    rng = np.random.default_rng(1)
+    y = jnp.asarray(rng.normal(size=(number, 4, WIDTH)))
+    return {"tokens": jnp.asarray(rng.integers(0, VOCAB, (number, 4)), jnp.int32), "y": y}
+
+
+def run(mesh, rules, kv, attend=repeated, **options):
+    """Returns the plan and the report of a step, whose results are one device's."""
+    with jax.enable_x64(True):
+        (params, step, alone), batch = decoder(kv, attend, **options), examples()
+        parallel = splitjax.parallelize(step, mesh=mesh, rules=rules, donate=False)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), jax.jit(alone)(params, batch))
+        return parallel.plan(params, batch), parallel.report(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("kv", "mesh", "rules", "attend", "options"),
+    [
+        (2, TWO, "megatron", repeated, {}),
+        (1, TWO, "megatron", grouped, {"scan": False, "remat": False}),
+        (2, TWO, "transformer", repeated, {"remat": False}),
+        pytest.param(1, TWO, "megatron", repeated, {}, marks=pytest.mark.slow),
+        pytest.param(1, THREE, "transformer", repeated, {}, marks=pytest.mark.slow),
+        pytest.param(2, THREE, "transformer", grouped, {"apart": True}, marks=pytest.mark.slow),
+        pytest.param(2, TWO, "megatron", grouped, {"apart": True, "scan": False}, marks=pytest.mark.slow),
+        pytest.param(2, {"tensor": 4}, "megatron", repeated, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_devices_share_are_copied_and_all_that_is_sent_is_planned(kv, mesh, rules, attend, options):
+    plan, report = run(mesh, rules, kv, attend, **options)
+    assert [one for one in report.unplanned if one.compiled.shape] == [] and report.missing == ()
+    of_heads = {(one.op, one.axis) for one in plan.collectives if one.purpose.kind in OF_HEADS}
+    parts = {("all_reduce", "tensor:(2)2"), ("all_gather", "tensor:(1)2")}
+    assert of_heads == (parts if kv == 2 else {("all_reduce", "tensor")})
+    assert report.total.compiled_bytes - 8 * len(report.unplanned) == report.total.predicted_bytes
+    assert len([note for note in plan.notes if "copied to the 4 devices along tensor" in note]) == (
+        2 if options.get("scan", True) else 4
+    )
+
+
+def test_microbatches_have_the_numbers_of_one_device():
+    plan, report = run(TWO, "megatron", 2, microbatches=2)
+    assert [one for one in report.unplanned if one.compiled.shape] == []
+    assert report.total.predicted_bytes == sum(one.bytes for one in plan.collectives)
+
+
+def test_heads_of_which_there_are_as_many_as_devices_are_not_copied():
+    with jax.enable_x64(True):
+        (params, step, _), batch = decoder(HEADS), examples()
+        plan = splitjax.parallelize(step, mesh=TWO, rules="megatron").plan(params, batch)
+    assert not any("copied" in note for note in plan.notes)
+    assert not any(one.purpose.kind in OF_HEADS or ":" in one.axis for one in plan.collectives)
+
+
+def test_an_evaluation_sends_nothing_for_shared_heads():
+    with jax.enable_x64(True):
+        (params, step, _), batch = decoder(2), examples()
+        parallel = splitjax.parallelize(step, mesh=TWO, rules="megatron")
+        heads = lambda params, x: (project(x, params["layers"][name][0]) for name in "qkv")
+        evaluate = parallel.like(lambda params, batch: repeated(*heads(params, batch["y"])).mean())
+        plans = [parallel.plan(params, batch), evaluate.plan(params, batch)]
+    sent = [[one for one in plan.collectives if one.purpose.kind in OF_HEADS] for plan in plans]
+    assert sent[0] and not sent[1]
