@@ -39,7 +39,13 @@ def read_text(file: pathlib.Path, rows: int) -> Batch:
 
     `rows`, how many ids each field has, and what is raised are those of `load_criteo`.
     """
-    num = sum(part.count(b"\n") for _, part in _parts(file))
+    num = num_tabs = 0
+    for _, part in _parts(file):
+        num += part.count(b"\n")
+        num_tabs += part.count(b"\t")
+    if num_tabs != num * (NUM_COLUMNS - 1):  # some line is wrong, and is named before a row is set aside for each
+        for start, part in _parts(file):
+            _fields(part, start, file)
     arrays = {
         "ids": np.empty((num, NUM_FIELDS), np.int32),
         "values": np.empty((num, NUM_VALUES), np.float32),

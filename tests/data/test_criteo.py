@@ -169,6 +169,18 @@ def test_an_array_that_is_said_to_be_longer_than_its_file_takes_no_memory(tmp_pa
         tracemalloc.stop()
 
 
+def test_empty_lines_take_no_rows(tmp_path):
+    path = tmp_path / "train.txt.gz"
+    path.write_bytes(gzip.compress(lines(1)[0].encode() + b"\n" * 100_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="a line has 1 columns in place of 40"):
+            load_criteo(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20  # rows of all lines take 16 MB
+    finally:
+        tracemalloc.stop()
+
+
 def test_files_that_are_not_there_or_damaged(tmp_path):
     for path, said in ((tmp_path / "absent", "cannot be read"), (tmp_path, "no file of Criteo's data")):
         with pytest.raises(DataError, match=said):
