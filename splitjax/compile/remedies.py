@@ -117,7 +117,8 @@ def _of_line(traced: Traced, collective: ReportedCollective) -> Iterator[_Propos
     """Yields changes of the sharding constraints at the line of a collective, or of its array near it."""
     found = collective.rematerialised
     assert found is not None, "it gathers an array of which a part is kept"
-    for source in constraints_near(traced.jaxpr, collective.source, found.whole) if collective.source else ():
+    parts = found.held, found.kept
+    for source in constraints_near(traced.jaxpr, collective.source, found.whole, parts) if collective.source else ():
         line = short_source(source)
         if found.stop:
             where = spec_text(found.stop)

@@ -35,12 +35,17 @@ class LineChange:
     stop: PartitionSpec | None = None
 
 
-def constraints_near(closed: _compat.ClosedJaxpr, source: str, shape: Sequence[int]) -> tuple[str, ...]:
+def constraints_near(
+    closed: _compat.ClosedJaxpr, source: str, shape: Sequence[int], parts: Sequence[Sequence[int]] = ()
+) -> tuple[str, ...]:
     """Returns the lines of the sharding constraints that a user wrote at a line of a step, or, where there are none, of
-    those whose array is made or read there: XLA names a move after the operation before or behind it.
+    those whose array is made or read there: XLA names a move after the operation before or behind it. Where it is a
+    move from one constraint to the next, that is the line of the second, whichever of them XLA names (0.10 and 0.11
+    name the second, 0.12 the first).
 
-    **Arguments:** `closed`: the step. `source`: the line, as `file:line (function)`. `shape`: as in `LineChange`."""
-    found = dict.fromkeys(_found(closed, _line(source), tuple(shape)))
+    **Arguments:** `closed`: the step. `source`: the line, as `file:line (function)`. `shape`: as in `LineChange`.
+    `parts`: the shapes of a device's part before and after the move, where they are known."""
+    found = dict.fromkeys(_found(closed, _line(source), tuple(shape), frozenset(map(tuple, parts))))
     here = [at for at, is_here in found if is_here]
     return tuple(dict.fromkeys(here or [at for at, _ in found]))
 
@@ -64,7 +69,9 @@ def _fits(eqn: Any, shape: tuple[int, ...]) -> bool:
     return len(whole) == len(shape) and all(part and not size % part for size, part in zip(whole, shape, strict=True))
 
 
-def _found(jaxpr: Any, line: str, shape: tuple[int, ...]) -> Iterator[tuple[str, bool]]:
+def _found(
+    jaxpr: Any, line: str, shape: tuple[int, ...], parts: frozenset[tuple[int, ...]]
+) -> Iterator[tuple[str, bool]]:
     """Yields the source of each constraint that stands at a line, whose array is made there, or is read there; and
     whether it stands there itself."""
     eqns = _compat.open_jaxpr(jaxpr)[0].eqns
@@ -74,15 +81,23 @@ def _found(jaxpr: Any, line: str, shape: tuple[int, ...]) -> Iterator[tuple[str,
         made = {atom for eqn in there for atom in eqn.outvars}
         read = {atom for eqn in there for atom in eqn.invars if not isinstance(atom, _compat.Literal)}
         for eqn in fitting:
-            source = _compat.source_line(eqn)
-            is_here = _line(source) == line
+            is_here = _line(_compat.source_line(eqn)) == line
+            source = _compat.source_line(_next(eqn, fitting, parts) if is_here else eqn)
             if source and (is_here or eqn.invars[0] in made or eqn.outvars[0] in read):
                 yield source, is_here
     for eqn in eqns:
         for value in eqn.params.values():
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if _compat.is_jaxpr(each):
-                    yield from _found(each, line, shape)
+                    yield from _found(each, line, shape, parts)
+
+
+def _next(eqn: Any, fitting: Sequence[Any], parts: frozenset[tuple[int, ...]]) -> Any:
+    """Returns the constraint behind the constraint `eqn` where its array moves from one of the `parts` to the other
+    between them, else `eqn`."""
+    part = lambda each: each.params["sharding"].shard_shape(each.invars[0].aval.shape)
+    behind = (each for each in fitting if each.invars[0] is eqn.outvars[0])
+    return next((each for each in behind if len(parts) == 2 and {part(eqn), part(each)} == parts), eqn)
 
 
 class _Changing:

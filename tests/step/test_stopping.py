@@ -77,3 +77,23 @@ def test_a_stop_and_none_within_a_loop():
 def test_another_line_changes_nothing():
     closed = traced()
     assert with_line_change(closed, LineChange("elsewhere.py:1 (f)", (8, 16))) is closed
+
+
+def test_a_move_between_two_constraints_is_the_second_ones():
+    mesh = make_mesh()
+
+    def chained(x):
+        first = jax.lax.with_sharding_constraint(jnp.cos(x), NamedSharding(mesh, P(("data", "model"), None)))
+        second = jax.lax.with_sharding_constraint(first, NamedSharding(mesh, P(None, "model")))
+        return jnp.sin(second)
+
+    closed = _compat.trace(chained, jax.ShapeDtypeStruct((8, 16), jnp.float32))[0]
+    line = inspect.getsourcelines(chained)[1] + 1
+    lines = [f"{__file__}:{number}" for number in (line, line + 1)]
+    parts = (1, 16), (8, 4)
+    for named in lines:
+        (found,) = constraints_near(closed, named, (8, 16), parts)
+        assert found.startswith(lines[1])
+    # Another move has begun before the first, or goes on behind the second.
+    (found,) = constraints_near(closed, lines[0], (8, 16), ((4, 16), (8, 4)))
+    assert found.startswith(lines[0])
