@@ -46,6 +46,20 @@ def write_json(path: pathlib.Path | None, text: str | dict[str, Any], console: C
         console.print(f"{what}: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
+def write_picture(path: pathlib.Path | None, text: str, console: Console) -> None:
+    """Writes what `--svg` asks for, if it asks, and says so on the `console`.
+
+    **Arguments:** `path`: of the file; None where nothing is asked for, `-` for the standard output. `text`: the
+    picture.
+
+    Raises `PlanError` if it cannot be written."""
+    if path is None:
+        return
+    write_file(path, text, "--svg")
+    if path != STANDARD_OUTPUT:
+        console.print(f"picture: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
 def write_file(path: pathlib.Path, text: str, option: str) -> None:
     """Writes to `path` the `text` that an `option` asked for, or to the standard output for `-`; an interrupted command
     leaves what was there. Raises `PlanError` when the file cannot be written."""

@@ -13,7 +13,7 @@ from splitjax import display
 from splitjax.auto_mesh import AUTO
 from splitjax.cli._model_command import ModelCommand, Page
 from splitjax.cli._options import OptionValueError, SizeText, TargetTexts, parse_bytes
-from splitjax.cli._output import print_value, write_file, write_json, write_page
+from splitjax.cli._output import print_value, write_json, write_page, write_picture
 from splitjax.cli._waiting import Say, waiting
 from splitjax.compile.topologies import compiler_version
 from splitjax.errors import CompilerError
@@ -34,7 +34,7 @@ class ShowPlan(ModelCommand):
     json: pathlib.Path | None = dataclasses.field(default=None, kw_only=True)
     """Write the plan to this file too, for `parallelize(plan=FILE)`, which pins it; - for the standard output."""
     svg: pathlib.Path | None = None
-    """Draw it to this file too: a bar a layer, for light and dark pages."""
+    """Draw it to this file too: a bar a layer, or what --memory-timeline shows, for light and dark pages."""
 
     memory_timeline: bool = False
     """Also show what a device stores at each moment of the step, and which arrays of which layers at the peak."""
@@ -105,7 +105,8 @@ class ShowPlan(ModelCommand):
             plan = planned.step.plan(*planned.arguments)
             shown = plan if self.explain is None else plan.explain(self.explain, self.machine)
             asked = self.memory_timeline and self.explain is None
-            also: list[Page] = [planned.step.memory_timeline(*planned.arguments, compiled=False)] if asked else []
+            timelines = planned.step.memory_timeline(*planned.arguments, compiled=False) if asked else None
+            also: list[Page] = [] if timelines is None else [timelines]
             if self.target is not None and self.explain is None and (target is None or target.kind.peak_flops):
                 time = display.document(planned.step.time(*planned.arguments, on=self.target))
                 assert time is not None, "predicted times are registered"
@@ -119,8 +120,7 @@ class ShowPlan(ModelCommand):
         if self.svg is not None:
             from splitjax.report.plan.picture import plan_svg
 
-            write_file(self.svg, plan_svg(plan), "--svg")
-            console.print(f"picture: {self.svg}", highlight=False)
+            write_picture(self.svg, plan_svg(plan) if timelines is None else timelines.svg(), console)
         from splitjax.planning.plan_checks import against_budgets, against_lock
 
         checks = [against_budgets(plan, most_memory, most_sent)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from splitjax.display.document import Areas, Panel
+from splitjax.display.document import Areas, Panel, Stretch
 from splitjax.display.figures import clean
 from splitjax.display.markup import line, safe
 
@@ -53,16 +53,17 @@ def columns(panel: Panel, most: int) -> tuple[int, ...]:
 
 def areas_html(areas: Areas) -> str:
     """Returns `areas` as HTML: a picture a panel, then which colour is which band's."""
-    colours = _colours(areas)
+    colours = band_colours(areas)
     keys = "".join(
         f'<span class="key"><span style="background: {colour}"></span>{safe(title)}</span>'
         for title, colour in colours.items()
     )
-    return "".join(_panel(areas, panel, colours) for panel in areas.panels) + f"<p>{keys}</p>"
+    return "".join(_panel(areas, panel) for panel in areas.panels) + f"<p>{keys}</p>"
 
 
-def _colours(areas: Areas) -> dict[str, str]:
-    """The first band is what stays the same, in grey; the others have hues a golden angle apart."""
+def band_colours(areas: Areas) -> dict[str, str]:
+    """Returns the colour of every band by its title. The first band is what stays the same, in grey; the others have
+    hues a golden angle apart."""
     titles = areas.titles
     return {
         title: f"hsl({(205 + 137.508 * number) % 360:.0f}, 60%, {50 + 7 * (number % 3)}%)" if number else _GREY
@@ -70,9 +71,27 @@ def _colours(areas: Areas) -> dict[str, str]:
     }
 
 
-def _panel(areas: Areas, panel: Panel, colours: dict[str, str]) -> str:
-    moments, top = columns(panel, _MOST_COLUMNS), areas.top
-    num, total = max(len(moments), 1), max(len(panel.bands[0].levels), 1)
+def strip_colours(areas: Areas) -> dict[str, str]:
+    """Returns the colour of every stretch of a strip by its key."""
+    keys = dict.fromkeys(stretch.keys[0] for panel in areas.panels for stretch in panel.strip)
+    return {key: _STRIPS[number % len(_STRIPS)] for number, key in enumerate(keys)}
+
+
+def strip_word(panel: Panel, stretch: Stretch) -> str:
+    """Returns what stands on a `stretch` of the strip of `panel`: its key, where that has room."""
+    return stretch.keys[0] if (stretch.end - stretch.start) / num_moments(panel) > _WIDE else ""
+
+
+def num_moments(panel: Panel) -> int:
+    """Returns how many moments a panel is wide, at least one."""
+    return max(len(panel.bands[0].levels), 1)
+
+
+def panel_picture(areas: Areas, panel: Panel) -> tuple[int, str]:
+    """Returns (width, shapes) of the picture of a panel in SVG, without words: its bands, the lines of the ticks and
+    the mark. It is 100 high, as `areas.top` is, and is stretched to any size."""
+    colours, moments, top = band_colours(areas), columns(panel, _MOST_COLUMNS), areas.top
+    num = max(len(moments), 1)
     below = [0.0] * len(moments)
     shapes = []
     for band in panel.bands:
@@ -85,26 +104,30 @@ def _panel(areas: Areas, panel: Panel, colours: dict[str, str]) -> str:
             f"<title>{safe(band.title)}</title></polygon>"
         )
         below = above
-    drawn = "".join(
-        line((0.0, y), (num, y), 'stroke-opacity="0.25"') for y in (100 - 100 * y / top for y, _ in areas.ticks)
-    )
+    shapes += [line((0.0, y), (num, y), 'stroke-opacity="0.25"') for y in (100 - 100 * y / top for y, _ in areas.ticks)]
     if panel.mark is not None:
-        at = (panel.mark + 0.5) / total * num
-        drawn += line((at, 0.0), (at, 100.0), 'stroke-dasharray="4 3"')
+        at = (panel.mark + 0.5) / num_moments(panel) * num
+        shapes.append(line((at, 0.0), (at, 100.0), 'stroke-dasharray="4 3"'))
+    return num, "".join(shapes)
+
+
+def _panel(areas: Areas, panel: Panel) -> str:
+    num, shapes = panel_picture(areas, panel)
+    total, top = num_moments(panel), areas.top
     ticks = "".join(
         f'<span class="tick" style="top: {100 - 100 * y / top:.2f}%">{safe(label)}</span>' for y, label in areas.ticks
     )
-    keys = list(dict.fromkeys(stretch.keys[0] for each in areas.panels for stretch in each.strip))
+    colours = strip_colours(areas)
     strip = "".join(
         f'<span style="left: {100 * each.start / total:.2f}%; width: {100 * (each.end - each.start) / total:.2f}%;'
-        f' background: {_STRIPS[keys.index(each.keys[0]) % len(_STRIPS)]}" title="{safe(each.note or each.keys[0])}">'
-        f"{safe(each.keys[0]) if (each.end - each.start) / total > _WIDE else ''}</span>"
+        f' background: {colours[each.keys[0]]}" title="{safe(each.note or each.keys[0])}">'
+        f"{safe(strip_word(panel, each))}</span>"
         for each in panel.strip
     )
     return (
         f'<div class="panel"><p>{safe(panel.title)}</p><div class="plot">{ticks}'
         f'<svg viewBox="0 0 {num} 100" preserveAspectRatio="none" role="img" aria-label="{safe(panel.title)}">'
-        f'{"".join(shapes)}{drawn}</svg></div><div class="strip">{strip}</div>'
+        f'{shapes}</svg></div><div class="strip">{strip}</div>'
         f'<p class="below">{safe(panel.axis)}</p></div>'
     )
 

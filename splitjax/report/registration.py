@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def register_documents() -> None:
-    """Registers the documents of these values, and the pictures of profiles and advices."""
+    """Registers the documents of these values, and the pictures of profiles, advices and memory timelines."""
     registry.register("splitjax.plan.Plan", _plan)
     registry.register("splitjax.report.value.Report", _report)
     registry.register("splitjax.sync.analysis.Profile", _profile, draw=_draw_profile)
@@ -38,7 +38,7 @@ def register_documents() -> None:
     registry.register("splitjax._plan_explained.Explanation", _explanation)
     registry.register("splitjax.cost.time.prediction.StepTime", _time)
     registry.register("splitjax.cost.memory.lifetimes.ProgramMemory", _memory)
-    registry.register("splitjax.report.memory.value.MemoryTimelines", _timelines)
+    registry.register("splitjax.report.memory.value.MemoryTimelines", _timelines, draw=_draw_timelines)
     registry.register("splitjax.report.target.value.TargetCheck", _target_check)
     registry.register("splitjax.machines.calibration.Calibration", _calibration)
     registry.register("splitjax.report.blame.remedies.Remedies", _remedies)
@@ -111,6 +111,12 @@ def _timelines(timelines: MemoryTimelines) -> Document:
     from splitjax.report.memory.document import timelines_document
 
     return timelines_document(timelines)
+
+
+def _draw_timelines(timelines: MemoryTimelines, path: str | os.PathLike[str] | None) -> str:
+    from splitjax.report.memory.picture import draw_timelines
+
+    return draw_timelines(timelines, path)
 
 
 def _target_check(check: TargetCheck) -> Document:

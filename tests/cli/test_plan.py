@@ -39,7 +39,9 @@ def test_budgets(run):
 
 
 def test_a_memory_timeline_is_predicted(run, tmp_path):
-    status, out, _ = run(f"{PLAN} --memory-timeline --html plan.html")
+    status, out, _ = run(f"{PLAN} --memory-timeline --html plan.html --svg plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "memory of a device during" in drawn and ">predicted: " in drawn and ">compiled: " not in drawn
     assert status == 0 and "predicted: " in out and "compiled: " not in out and "the peak" in out
     assert (tmp_path / "plan.html").read_text().count("<svg") == 1
 

@@ -55,11 +55,19 @@ def test_mistakes_are_short_and_exit_with_2(run, line):
 
 
 def test_a_memory_timeline_below_the_report_and_on_its_page(run, tmp_path):
-    status, out, _ = run(f"{SMALL} --memory-timeline --html report.html")
+    status, out, _ = run(f"{SMALL} --memory-timeline --html report.html --svg memory.svg")
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert drawn.count("<svg") == 3 and ">predicted: " in drawn and ">compiled: " in drawn
+    assert "picture: memory.svg" in out
     assert status == 0 and "predicted: " in out and "compiled: " in out and "^ the peak" in out
     assert "XLA sets aside" in out and out.index("by layer") < out.index("memory of a device during")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2 and "gradient of kernel" in page
+
+
+def test_a_report_alone_has_no_picture(run):
+    status, out, err = run(f"{SMALL} --svg memory.svg")
+    assert status == 2 and "--memory-timeline" in err and "memory per device" not in out
 
 
 def test_remedies_below_the_report(run):

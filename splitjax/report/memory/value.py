@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 import jax
@@ -44,6 +45,12 @@ class MemoryTimelines:
 
     def _repr_html_(self) -> str:
         return registry.html(self)
+
+    def svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the picture of what is stored when as the text of an SVG file, for light and dark pages.
+
+        `path`: also written there. Raises `PlanError` where the file cannot be written."""
+        return registry.draw(self, path)
 
 
 def read_timeline(

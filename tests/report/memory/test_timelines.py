@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import splitjax
 from splitjax import display
+from splitjax.errors import PlanError
 from splitjax.report.memory.assignment import Allocation, BufferAssignment, Value, read_assignment
 from splitjax.report.memory.document import timelines_document
 from splitjax.report.memory.living import compiled_timeline
@@ -68,6 +70,19 @@ def test_what_lives_at_the_peak_belongs_to_layers(transformer):
         assert unknown < 0.02 * timeline.temporary_bytes
         # Activations are kept from the forward to the backward pass; the update comes last.
         assert timeline.passes[timeline.peak] in ("forward", "backward") and "other" in timeline.passes[-20:]
+
+
+def test_the_picture_is_a_file_of_its_own(transformer, tmp_path):
+    _, _, timelines = transformer
+    path = tmp_path / "memory.svg"
+    text = timelines.svg(path)
+    assert path.read_text() == text == timelines.svg()
+    words = [each.text for each in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    assert words[0] == f"memory of a device during {timelines.step}"
+    assert [each.partition(":")[0] for each in words if each.endswith("B at the peak")] == ["predicted", "compiled"]
+    assert {"arguments", "params/block1", "forward", "backward"} <= set(words)
+    with pytest.raises(PlanError, match="cannot be written"):
+        timelines.svg(tmp_path / "no folder" / "memory.svg")
 
 
 def test_the_results_of_a_scan_are_stored_from_its_beginning():
