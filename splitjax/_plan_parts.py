@@ -38,8 +38,12 @@ _Sizes = Annotated[Any, ReadAs(Count | list[Count])]
 
 def spec_axes(spec: Spec) -> tuple[str, ...]:
     """Returns the mesh axes that `spec` uses, in dim order; `?` (left to XLA) is none."""
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return tuple(axis for entry in entries for axis in entry if axis != "?")
+    return tuple(axis for entry in spec if entry for axis in _entry_axes(entry))
+
+
+def _entry_axes(entry: SpecEntry) -> tuple[str, ...]:
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(axis for axis in axes if axis != "?") if "?" in axes else axes
 
 
 def spec_text(spec: Spec) -> str:
@@ -84,12 +88,12 @@ class LeafPlan:
     @functools.cached_property
     def axes_by_dim(self) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that split each dim of `spec`."""
-        return tuple(spec_axes((entry,)) for entry in self.spec)
+        return tuple(map(_entry_axes, self.spec))
 
     @functools.cached_property
     def gradient_axes_by_dim(self) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that split each dim of its gradient where it has a layout of its own."""
-        return tuple(spec_axes((entry,)) for entry in self.gradient or ())
+        return tuple(map(_entry_axes, self.gradient or ()))
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:

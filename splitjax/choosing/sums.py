@@ -8,12 +8,12 @@ changes make of each other is added where they meet (`cost.interplay`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from splitjax.choosing.prices import Prices
 from splitjax.cost.compute import step_flops
-from splitjax.cost.interplay import interplay
+from splitjax.cost.interplay import Meeting, ways
 from splitjax.cost.parts import Sent
 from splitjax.cost.prediction import Difference, Prediction, replaced
 
@@ -34,6 +34,11 @@ class Sums:
     used: int
     sent: float
 
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.flops + other.flops, self.stored + other.stored, self.used + other.used, self.sent + other.sent
+        )
+
     def __sub__(self, other: Sums) -> Sums:
         return Sums(
             self.flops - other.flops, self.stored - other.stored, self.used - other.used, self.sent - other.sent
@@ -46,13 +51,14 @@ class Change:
 
     **Attributes:** `difference`: what it makes otherwise. `sums`: what it adds to the step. `sent_by_use`,
     `sent_by_leaf`: the seconds of what is sent with it around the uses, and for the leaves, that it reaches, by their
-    positions.
+    positions. `way`: a number, equal for those of which `cost.interplay.ways` is.
     """
 
     difference: Difference
     sums: Sums
     sent_by_use: Mapping[int, float]
     sent_by_leaf: Mapping[int, float]
+    way: int
 
 
 class StepSums:
@@ -66,6 +72,8 @@ class StepSums:
         self._sums = self._whole(base)
         self._sent_by_use = [*map(self._seconds, base.sent_by_use)]
         self._sent_by_leaf = [*map(self._seconds, base.sent_by_leaf)]
+        self._numbers: dict[Hashable, int] = {}  # of ways, which are longer and slower to look up
+        self._meetings: dict[tuple[int, int], tuple[Meeting, Sums]] = {}
 
     def change(self, difference: Difference) -> Change:
         """Returns a change with its price. `difference`: what it makes otherwise about the step."""
@@ -73,7 +81,7 @@ class StepSums:
         by_use, by_leaf = self._sent(new.sent_by_use), self._sent(new.sent_by_leaf)
         if not base.structure.adds_up:
             whole = self._whole(base.changed(difference.leaves.values()))
-            return Change(difference, whole - self._sums, by_use, by_leaf)
+            return Change(difference, whole - self._sums, by_use, by_leaf, 0)
         sums = Sums(
             sum(self._flops(i, split) - self._flops(i, base.split_by_use[i]) for i, split in new.split_by_use.items()),
             sum(each.state - base.bytes_by_leaf[i].state for i, each in new.bytes_by_leaf.items()),
@@ -81,7 +89,8 @@ class StepSums:
             sum(sent - self._sent_by_use[i] for i, sent in by_use.items())
             + sum(sent - self._sent_by_leaf[i] for i, sent in by_leaf.items()),
         )
-        return Change(difference, sums, by_use, by_leaf)
+        way = self._numbers.setdefault(ways(base, difference), len(self._numbers))
+        return Change(difference, sums, by_use, by_leaf, way)
 
     def seconds(self, sums: Sums) -> float:
         """Returns the seconds that `sums` of a change add to the step."""
@@ -111,20 +120,37 @@ class StepSums:
         if not base.structure.adds_up:
             leaves = {**first.difference.leaves, **second.difference.leaves}
             return self._whole(base.changed(leaves.values())) - self._sums - first.sums - second.sums
-        found = interplay(base, first.difference, second.difference)
+        key = first.way, second.way
+        if key not in self._meetings:
+            meeting = Meeting.of(base, first.difference, second.difference)
+            self._meetings[key] = meeting, self._at_uses(meeting, first, second)
+        meeting, at_uses = self._meetings[key]
+        return at_uses + self._at_leaves(meeting, first, second)
+
+    def _at_uses(self, meeting: Meeting, first: Change, second: Change) -> Sums:
+        base, found = self._base, meeting.at_uses
         a, b = first.difference.renewed, second.difference.renewed
         splits = _meeting(found.split_by_use, a.split_by_use, b.split_by_use, base.split_by_use)
-        stored = _meeting(found.bytes_by_leaf, a.bytes_by_leaf, b.bytes_by_leaf, base.bytes_by_leaf)
         used = _meeting(found.bytes_by_use, a.bytes_by_use, b.bytes_by_use, base.bytes_by_use)
-        by_use, by_leaf = self._sent(found.sent_by_use), self._sent(found.sent_by_leaf)
-        sent = (
-            *_meeting(by_use, first.sent_by_use, second.sent_by_use, self._sent_by_use),
-            *_meeting(by_leaf, first.sent_by_leaf, second.sent_by_leaf, self._sent_by_leaf),
-        )
+        by_use = self._sent(found.sent_by_use)
+        sent = _meeting(by_use, first.sent_by_use, second.sent_by_use, self._sent_by_use)
         return Sums(
             sum(_beyond(*(self._flops(i, split) for split in four)) for i, four in splits),
-            sum(_beyond(*(each.state for each in four)) for _, four in stored),
+            0,
             sum(_beyond(*four) for _, four in used),
+            sum(_beyond(*four) for _, four in sent),
+        )
+
+    def _at_leaves(self, meeting: Meeting, first: Change, second: Change) -> Sums:
+        base, found = self._base, meeting.at_leaves(first.difference, second.difference)
+        a, b = first.difference.renewed, second.difference.renewed
+        stored = _meeting(found.bytes_by_leaf, a.bytes_by_leaf, b.bytes_by_leaf, base.bytes_by_leaf)
+        by_leaf = self._sent(found.sent_by_leaf)
+        sent = _meeting(by_leaf, first.sent_by_leaf, second.sent_by_leaf, self._sent_by_leaf)
+        return Sums(
+            0,
+            sum(_beyond(*(each.state for each in four)) for _, four in stored),
+            0,
             sum(_beyond(*four) for _, four in sent),
         )
 

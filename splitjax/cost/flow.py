@@ -82,6 +82,11 @@ class WeightFlow:
         """Returns all axes over which the weight stays split while it is used."""
         return (*self.contracted, *self.free, *self.stacked)
 
+    @property
+    def by_layout(self) -> Hashable:
+        """What a layout decides about it: two flows of one use that have it equal are equal."""
+        return self.contracted, self.free, self.stacked, self.same_input, self.at_hand, self.shared
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:

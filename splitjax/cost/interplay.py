@@ -7,31 +7,94 @@ knows sums of both differences and these parts knows the sum over the step with 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Hashable, Mapping
+
 from splitjax.cost.flow import WeightFlow
 from splitjax.cost.parts import Layout, Renewed, flows_at
 from splitjax.cost.prediction import Difference, Prediction, replaced
 
+_NOTHING = Renewed({}, {}, {}, {}, {}, {})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Meeting:
+    """Is what becomes of the uses on which two changes of a step meet: the same for all that have their `ways`.
+
+    **Attributes:** `base`: the step without them. `flows`: of all uses, under both. `at_uses`: the parts of uses that
+    both reach. `reweighed`: the leaves whose collectives depend on these uses.
+    """
+
+    base: Prediction
+    flows: tuple[WeightFlow, ...]
+    at_uses: Renewed
+    reweighed: frozenset[int]
+
+    @classmethod
+    def of(cls, base: Prediction, first: Difference, second: Difference) -> Meeting:
+        """Returns where two changes of a step meet.
+
+        **Arguments:** `base`: the step without them; it has no Fourier transforms and no convolutions with groups that
+        are evaluated device by device (`StepStructure.adds_up`), whose layout depends on all leaves together. `first`,
+        `second`: what each of them makes otherwise alone. Where both change one leaf, it is as the `second` has it."""
+        structure, setting = base.structure, base.setting
+        leaves = replaced(base.leaves, {**first.leaves, **second.leaves})
+        alike = flows_at(structure, setting, first.reached & second.reached, leaves)
+        bent = [i for i in alike if not _is_of_one(i, alike, base, first, second)]
+        flows = replaced(base.flows, {**first.flows, **second.flows, **alike})
+        touched = (first.touched & second.touched) | structure.around(bent)
+        layout = Layout(structure, setting, base.manner, leaves, flows, base.parts)
+        further = frozenset(map(structure.position.__getitem__, structure.reweighed(bent, touched)))
+        return cls(base, flows, layout.renewed(bent, touched, (), ()), further)
+
+    def at_leaves(self, first: Difference, second: Difference) -> Renewed:
+        """Returns the parts of the leaves that two changes reach, of which this is the meeting."""
+        base, met = self.base, (first.reweighed & second.reweighed) | self.reweighed
+        resized = first.leaves.keys() & second.leaves.keys()
+        if not met and not resized:
+            return _NOTHING
+        leaves = replaced(base.leaves, {**first.leaves, **second.leaves})
+        layout = Layout(base.structure, base.setting, base.manner, leaves, self.flows, base.parts)
+        # Most depend on no more than under one of both.
+        sides = [(each.renewed.weights, each.renewed.sent_by_leaf) for each in (first, second)]
+        known = {
+            i: (weight, sent.get(i, base.sent_by_leaf[i]))
+            for i in met
+            for weights, sent in sides
+            if layout.weighs_as(i, weight := weights.get(i, base.weights[i]))
+        }
+        found = layout.renewed((), (), met - known.keys(), resized)
+        return dataclasses.replace(
+            found,
+            weights={**found.weights, **{i: weight for i, (weight, _) in known.items()}},
+            sent_by_leaf={**found.sent_by_leaf, **{i: sent for i, (_, sent) in known.items()}},
+        )
+
 
 def interplay(base: Prediction, first: Difference, second: Difference) -> Renewed:
-    """Returns the parts of a step on which two changes meet, under both of them; where they change one leaf, it is as
-    the `second` has it.
-
-    **Arguments:** `base`: the step without them; it has no Fourier transforms and no convolutions with groups that are
-    evaluated device by device (`StepStructure.adds_up`), whose layout depends on all leaves together. `first`,
-    `second`: what each of them makes otherwise alone."""
-    structure, setting = base.structure, base.setting
-    leaves = replaced(base.leaves, {**first.leaves, **second.leaves})
-    alike = flows_at(structure, setting, first.reached & second.reached, leaves)
-    bent = [i for i in alike if not _is_of_one(i, alike, base, first, second)]
-    flows = replaced(base.flows, {**first.flows, **second.flows, **alike})
-    touched = (first.touched & second.touched) | structure.around(bent)
-    further = map(structure.position.__getitem__, structure.reweighed(bent, touched))
-    reweighed = (first.reweighed & second.reweighed).union(further)
-    layout = Layout(structure, setting, base.manner, leaves, flows, base.parts)
-    return layout.renewed(bent, touched, reweighed, first.leaves.keys() & second.leaves.keys())
+    """Returns the parts of a step on which two changes meet, under both of them. The arguments are those of
+    `Meeting.of`."""
+    meeting = Meeting.of(base, first, second)
+    at_uses, at_leaves = meeting.at_uses, meeting.at_leaves(first, second)
+    return dataclasses.replace(
+        at_uses, weights=at_leaves.weights, sent_by_leaf=at_leaves.sent_by_leaf, bytes_by_leaf=at_leaves.bytes_by_leaf
+    )
 
 
-def _is_of_one(i: int, alike: dict[int, WeightFlow], base: Prediction, first: Difference, second: Difference) -> bool:
+def ways(base: Prediction, change: Difference) -> Hashable:
+    """Returns what the flows under a `change` depend on beside the `base`, and under it and others together: two
+    changes of which it is equal split what they reach alike, and may store it otherwise."""
+    structure, changed = base.structure, {base.leaves[i].path: leaf for i, leaf in change.leaves.items()}
+    split = tuple(
+        (i, base.flows[i].use.param in changed, change.flows.get(i, base.flows[i]).by_layout)
+        for i in sorted(change.reached)
+    )
+    return split, tuple((path, leaf.spec) for path, leaf in changed.items() if path in structure.fed_from)
+
+
+def _is_of_one(
+    i: int, alike: Mapping[int, WeightFlow], base: Prediction, first: Difference, second: Difference
+) -> bool:
     """Tells whether a use flows under both changes as under one of them, and the other alone leaves it as it is."""
     if i not in second.flows:
         return alike[i] == first.flows.get(i, base.flows[i])

@@ -90,9 +90,7 @@ class Layout:
         **Arguments:** `moved`: the uses with another flow. `touched`: those that may send otherwise. `reweighed`: the
         leaves whose collectives may be others; without those that depend on the same as in `known`, where that is
         given. `resized`: the leaves of another size."""
-        weights = {i: self.weight(i) for i in reweighed}
-        if known is not None:
-            weights = {i: weight for i, weight in weights.items() if weight != known[i]}
+        weights = {i: self.weight(i) for i in reweighed if known is None or not self.weighs_as(i, known[i])}
         mesh, group_comm, by_rows = self.setting.mesh, self.manner.group_comm, self.manner.by_rows
         return Renewed(
             weights,
@@ -109,7 +107,10 @@ class Layout:
 
     def sent_around(self, i: int) -> Sent:
         """Returns what moves activations around the use at position `i`."""
-        use, mesh, manner = self.flows[i].use, self.setting.mesh, self.manner
+        flow, mesh, manner = self.flows[i], self.setting.mesh, self.manner
+        use = flow.use
+        if not flow.axes and flow.shared is None:
+            return ()  # whatever is split around it, it reads and writes what is whole
         layer = self.structure.names.get(use.param, use.layer)
         events = use_events(i, self.flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
         return sent_by(layer, events, mesh, manner.backward)
@@ -150,6 +151,21 @@ class Layout:
             times_back=structure.times_back.get(path, 1),
             sums_apart=manner.sums_apart,
             dealt=tuple(self._dealt(leaf)),
+        )
+
+    def weighs_as(self, i: int, known: Weight | None) -> bool:
+        """Tells whether what `weight` says of the leaf at position `i` is `known`, which is what it says of that leaf
+        under some layout of this step."""
+        if known is None:
+            return True
+        structure, path = self.structure, known.leaf.path
+        states, uses = structure.states_of.get(path, ()), structure.uses_of.get(path, ())
+        return (
+            self.leaves[i] == known.leaf
+            and all(self.leaves[at] == state for at, state in zip(states, known.states, strict=True))
+            and (self.flows[uses[-1]].stacked if uses else ()) == known.experts
+            and self.parts.get(path, ()) == known.parts
+            and _added_in_group(structure.added_to.get(path, ()), self.flows) == known.in_group
         )
 
     def _dealt(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:

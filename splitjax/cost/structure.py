@@ -76,11 +76,16 @@ class StepStructure:
 
     @classmethod
     def of(cls, graph: Graph, layers: Iterable[LayerPlan]) -> StepStructure:
-        """Returns the structure of a step. `layers`: the planned layers, which name their parameters."""
+        """Returns the structure of a step, which is made once for its graph. `layers`: the planned layers, which name
+        their parameters."""
+        return graph.once(cls._of, tuple((layer.name, layer.params) for layer in layers))
+
+    @classmethod
+    def _of(cls, graph: Graph, layers: tuple[tuple[str, tuple[str, ...]], ...]) -> StepStructure:
         links = link_uses(graph)
         position = {leaf.path: i for i, leaf in enumerate(graph.leaves)}
         names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
-        names |= {path: layer.name for layer in layers for path in layer.params}
+        names |= {path: layer for layer, params in layers for path in params}
         uses_of = _grouped((each.use.param, i) for i, each in enumerate(links))
         mirrors = {
             leaf.path: leaf.follows

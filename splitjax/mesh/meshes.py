@@ -145,7 +145,14 @@ class MeshShape:
     def meant(self, names: Sequence[str]) -> tuple[str, ...]:
         """Returns the axes of a size above 1 that the `names` of a rule mean, axes or roles, in their order. Raises
         `MeshError` for an axis that the mesh lacks."""
-        return self.present(self.roles.resolve(names))
+        key = tuple(names)
+        if key not in self._meant:
+            self._meant[key] = self.present(self.roles.resolve(key))
+        return self._meant[key]
+
+    @functools.cached_property
+    def _meant(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        return {}
 
     def dividing(self, axes: Sequence[str], size: int) -> tuple[str, ...]:
         """Returns those of `axes`, in their order, over whose devices a dim of this `size` can lie in equal parts: the

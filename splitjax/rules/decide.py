@@ -23,7 +23,6 @@ A local class is a default, so a rule that replicates, or has `ties="hard"`, tak
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,10 +35,9 @@ from splitjax.rules.match import (
     dim_text,
     divides,
     first_match,
-    named_params,
-    param_kinds,
     sized_text,
 )
+from splitjax.rules.parameters import Parameters
 from splitjax.rules.pins import Pin, clash
 from splitjax.rules.rule import LARGEST, Alternative, DimRef, Rule
 from splitjax.rules.ruleset import RuleSet
@@ -65,32 +63,28 @@ class _Choice(NamedTuple):
 class _Work:
     """Holds the state of one call of `decide`.
 
+    - `known`: what no rule changes about the parameters. `params`: those by path.
     - `rules`: path -> the first rule that matches the parameter.
-    - `homes`: path -> name of the first layer that lists it.
-    - `by_hard`, `by_local`: label -> paths of the parameters with a dim of that class.
     - `pins`: path -> where the user pinned a parameter.
     - `chosen`: hard label -> choice; `done`: path -> decision.
     """
 
     graph: Graph
     mesh: MeshShape
-    params: dict[str, Leaf]
-    kinds: dict[str, str]
+    known: Parameters
+    params: Mapping[str, Leaf]
     rules: dict[str, Rule | None]  # path -> its first matching rule
-    homes: dict[str, str]  # path -> name of the first layer that lists it
-    by_hard: dict[int, list[str]]
-    by_local: dict[int, list[str]]
     pins: Mapping[str, Pin]
     chosen: dict[int, _Choice] = dataclasses.field(default_factory=dict)  # hard label -> choice
     done: dict[str, ParameterDecision] = dataclasses.field(default_factory=dict)
 
-    def hard(self, leaf: Leaf) -> dict[int, int]:
+    def hard(self, leaf: Leaf) -> Mapping[int, int]:
         """Returns dim -> hard label of its leading atom, for the dims that have one."""
-        return {dim: self.graph.hard[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
+        return self.known.hard[leaf.path]
 
-    def local(self, leaf: Leaf) -> dict[int, int]:
+    def local(self, leaf: Leaf) -> Mapping[int, int]:
         """Returns dim -> local label of its leading atom, for the dims that have one."""
-        return {dim: self.graph.local[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
+        return self.known.local[leaf.path]
 
     def given(self, leaf: Leaf) -> dict[int, _Choice]:
         """Returns the dims of a parameter whose class is chosen, each with the choice."""
@@ -122,11 +116,11 @@ def decide(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin
     for path, leaf in work.params.items():
         if path not in work.done:
             _settle(work, leaf, ())
-    owners = {label: paths[0] for label, paths in work.by_hard.items()}
+    owners = {label: paths[0] for label, paths in work.known.by_hard.items()}
     classes = {label: choice.axes for label, choice in work.chosen.items()}
     computed = Decisions({path: work.done[path] for path in work.params}, classes, owners)
     pinned = {label for path in work.pins if path in work.params for label in _pinned_axes(work, path)}
-    return store(graph, work.rules, mesh, computed, frozenset(pinned))
+    return store(work.known, work.rules, mesh, computed, frozenset(pinned))
 
 
 def _pinned_axes(work: _Work, path: str) -> dict[int, Axes]:
@@ -148,35 +142,14 @@ def _pin(work: _Work) -> None:
                 spreads = not work.mesh.roles.store(axes)
                 work.chosen[label] = _Choice(axes, path, f"with {path}, {pin.reason}", spreads)
         if (problem := _illegal(work, {label: axes for label, axes in asked.items() if axes})) is not None:
-            others = [by for label in asked for by in work.by_hard[label] if by != path]
+            others = [by for label in asked for by in work.known.by_hard[label] if by != path]
             raise clash(path, pin, others[0] if others else path, f"not to be split so: {problem}")
 
 
 def _start(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin]) -> _Work:
-    params = named_params(graph)
-    kinds = param_kinds(graph)
-    homes: dict[str, str] = {}
-    for layer in graph.layers:
-        for path in layer.params:
-            homes.setdefault(path, layer.name)
-    by_hard, by_local = defaultdict(list), defaultdict(list)
-    work = _Work(
-        graph,
-        mesh,
-        params,
-        kinds,
-        {path: first_match(rules.rules, leaf, kinds[path]) for path, leaf in params.items()},
-        homes,
-        by_hard,
-        by_local,
-        pins,
-    )
-    for path, leaf in params.items():
-        for label in dict.fromkeys(work.hard(leaf).values()):
-            by_hard[label].append(path)
-        for label in dict.fromkeys(work.local(leaf).values()):
-            by_local[label].append(path)
-    return work
+    known = Parameters.of(graph)
+    first = {path: first_match(rules.rules, leaf, known.kinds[path]) for path, leaf in known.leaves.items()}
+    return _Work(graph, mesh, known, known.leaves, first, pins)
 
 
 def _decide_layer(work: _Work, paths: Sequence[str]) -> None:
@@ -209,16 +182,12 @@ def _share(work: _Work, source: Leaf, target: Leaf) -> None:
 
 def _spread(work: _Work, source: Leaf, dims: Iterable[int]) -> None:
     """Gives the axes of a parameter's dims to open parameters of other layers in the same local class."""
-    given = work.given(source)
+    given, homes = work.given(source), work.known.homes
     for dim in dims:
-        for path in work.by_local[work.local(source)[dim]]:
+        for path in work.known.by_local[work.local(source)[dim]]:
             rule = work.rules[path]
             takes = rule is None or (rule.ties == "local" and not rule.replicates)
-            if (
-                takes
-                and path not in work.done
-                and work.homes.get(path, path) != work.homes.get(source.path, source.path)
-            ):
+            if takes and path not in work.done and homes.get(path, path) != homes.get(source.path, source.path):
                 _tie(work, source, dim, work.params[path], given[dim], by_name=False)
 
 
@@ -273,7 +242,9 @@ def _settle(work: _Work, leaf: Leaf, near: Sequence[Leaf]) -> None:
     axes = tuple(work.chosen[hard[dim]].axes if dim in hard else () for dim in range(len(leaf.shape)))
     name = rule.name if rule else None
     unfit = note if problem == "misfit" else "" if pin is not None else _uneven(work, leaf, rule)
-    work.done[leaf.path] = ParameterDecision(leaf.path, work.kinds[leaf.path], axes, shown, note, name, problem, unfit)
+    work.done[leaf.path] = ParameterDecision(
+        leaf.path, work.known.kinds[leaf.path], axes, shown, note, name, problem, unfit
+    )
     if rule.ties == "local" if rule is not None else pin is not None:
         # The axes of a pin go on to the layers that compute with it, as those of a rule do.
         _spread(work, leaf, new if pin is None else {dim: choice.axes for dim, choice in work.given(leaf).items()})
@@ -379,7 +350,7 @@ def _keeps_whole(work: _Work, leaf: Leaf, label: int) -> bool:
 def _illegal(work: _Work, extra: dict[int, Axes]) -> str | None:
     """Says why giving these axes to these hard classes would be illegal for some parameter that has a dim in one of
     them."""
-    for path in dict.fromkeys(path for label in extra for path in work.by_hard[label]):
+    for path in dict.fromkeys(path for label in extra for path in work.known.by_hard[label]):
         leaf, used = work.params[path], {}
         for dim, label in work.hard(leaf).items():
             axes = extra.get(label) or (work.chosen[label].axes if label in work.chosen else ())

@@ -7,6 +7,7 @@ names file, line and key.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import os
 import pathlib
@@ -230,7 +231,7 @@ def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
                 remedy=f"use one of {', '.join(known)}, give a path that ends in {_SUFFIX}, or make one known with"
                 f" {_REGISTER}",
             )
-        return parse_rules(shipped[source].read_text(encoding="utf-8"), f"sharding_rules/{source}{_SUFFIX}")
+        return _parsed(shipped[source].read_text(encoding="utf-8"), f"sharding_rules/{source}{_SUFFIX}")
     file = pathlib.Path(source)
     try:
         text = file.read_text(encoding="utf-8")
@@ -242,6 +243,12 @@ def load_rules(source: str | os.PathLike[str] | RuleSet) -> RuleSet:
             remedy=f"give the path of a TOML file, or one of {', '.join(available())}",
         ) from error
     return parse_rules(text, str(file))
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(text: str, file: str) -> RuleSet:
+    """Reads a shipped rule set as `parse_rules` does: a choice, and some errors, read all of them again and again."""
+    return parse_rules(text, file)
 
 
 def parse_rules(text: str, file: str) -> RuleSet:

@@ -13,18 +13,18 @@ layers of a loop not the dim of the layers), then the largest.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.rules.decisions import Axes, Decisions, ParameterDecision
-from splitjax.rules.match import axes_text, divides, mapped_dims
+from splitjax.rules.match import axes_text, divides
+from splitjax.rules.parameters import Parameters
 from splitjax.rules.rule import Rule
-from splitjax.trace.graph import Graph, Leaf
+from splitjax.trace.graph import Leaf
 
 
 def store(
-    graph: Graph,
+    known: Parameters,
     rules: Mapping[str, Rule | None],
     mesh: MeshShape,
     decisions: Decisions,
@@ -34,7 +34,7 @@ def store(
 
     **Arguments:**
 
-    - `graph`: the traced step.
+    - `known`: what no rule changes about the parameters.
     - `rules`: by path, the first rule that matches a parameter; None for none.
     - `mesh`: the mesh's shape.
     - `decisions`: what is computed over which axes.
@@ -43,12 +43,10 @@ def store(
     They stay legal: every split divides, an array uses an axis once, arrays that share storage agree. What fits no dim
     stays as it is computed, and its note says so.
     """
-    params = {leaf.path: leaf for leaf in graph.params}
-    work = _Storing(graph, mesh, params, dict(decisions.params), dict(decisions.classes), pinned)
-    read = {use.param for use in graph.uses}
-    for path, leaf in params.items():
+    work = _Storing(known, mesh, dict(decisions.params), dict(decisions.classes), pinned)
+    for path, leaf in known.leaves.items():
         rule = rules.get(path)
-        if rule is not None and rule.store and path in read:
+        if rule is not None and rule.store and path in known.read:
             work.place(leaf, mesh.meant(rule.store))
     return dataclasses.replace(decisions, params=work.decided, classes=work.classes)
 
@@ -61,27 +59,24 @@ class _Storing:
 
     def __init__(
         self,
-        graph: Graph,
+        known: Parameters,
         mesh: MeshShape,
-        params: Mapping[str, Leaf],
         decided: dict[str, ParameterDecision],
         classes: dict[int, Axes],
         pinned: frozenset[int],
     ) -> None:
-        self._graph, self._mesh, self._params, self._pinned = graph, mesh, params, pinned
+        self._known, self._mesh, self._pinned = known, mesh, pinned
         self.decided, self.classes = decided, classes
-        self._dims: dict[int, list[tuple[str, int]]] = defaultdict(list)  # hard label -> (path, dim) that have it
-        for leaf in params.values():
-            for dim, label in self._labels(leaf).items():
-                self._dims[label].append((leaf.path, dim))
 
-    def _labels(self, leaf: Leaf) -> dict[int, int]:
-        return {dim: self._graph.hard[atoms[0]] for dim, atoms in enumerate(leaf.dims) if atoms}
+    def _dims(self, label: int) -> list[tuple[str, int]]:
+        """Returns the (path, dim) that have a hard label."""
+        paths, labels = self._known.by_hard[label], self._known.hard
+        return [(path, dim) for path in paths for dim, own in labels[path].items() if own == label]
 
     def place(self, leaf: Leaf, wanted: Axes) -> None:
         """Stores a parameter over the axes `wanted`: all of them along one dim if one divides, else one after the
         other, the largest first."""
-        if self._pinned.issuperset(self._labels(leaf).values()):
+        if self._pinned.issuperset(self._known.hard[leaf.path].values()):
             return
         decision = self.decided[leaf.path]
         used = {axis for axes in decision.axes for axis in axes}
@@ -106,24 +101,28 @@ class _Storing:
 
     def _placed(self, leaf: Leaf, axes: Axes) -> bool:
         """Stores a parameter, and what shares its storage, over `axes` along one dim; returns whether one fits."""
-        labels, mapped = self._labels(leaf), mapped_dims(self._graph, leaf)
+        labels, mapped = self._known.hard[leaf.path], self._known.mapped[leaf.path]
         for dim in sorted(labels, key=lambda dim: (dim not in mapped, -leaf.shape[dim], dim)):
             label = labels[dim]
             if label in self._pinned:
                 continue
-            if not self.classes.get(label) and all(self._fits(path, at, axes) for path, at in self._dims[label]):
+            if not self.classes.get(label) and all(self._fits(path, at, axes) for path, at in self._dims(label)):
                 self.classes[label] = axes
-                for path, at in self._dims[label]:
+                for path, at in self._dims(label):
                     self._put(path, at, axes)
                 return True
         return False
 
     def _fits(self, path: str, dim: int, axes: Axes) -> bool:
         """Tells whether a dim of a parameter divides by `axes`, and no other dim of it would be split over them too."""
-        leaf = self._params[path]
-        others = [at for at, label in self._labels(leaf).items() if label == self._labels(leaf)[dim] and at != dim]
+        leaf = self._known.leaves[path]
+        others = [
+            at
+            for at, label in self._known.hard[leaf.path].items()
+            if label == self._known.hard[leaf.path][dim] and at != dim
+        ]
         elsewhere = {axis for at, own in enumerate(self.decided[path].axes) if at != dim for axis in own}
-        sizes = [self._graph.atom_sizes[atom] for atom in leaf.dims[dim]]
+        sizes = [self._known.graph.atom_sizes[atom] for atom in leaf.dims[dim]]
         return not others and not elsewhere & set(axes) and divides(sizes, self._mesh.size(axes))
 
     def _put(self, path: str, dim: int, axes: Sequence[str]) -> None:

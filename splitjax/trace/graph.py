@@ -17,13 +17,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.suspect_dims import Dim, Suspect
 from splitjax.trace.tables import LookupTable
 
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 KINDS: tuple[str, ...] = ("conv", "dense", "embedding", "norm", "attention", "recurrent", "expert", "other")
 ROLES: tuple[str, ...] = ("param", "optimizer", "statistic", "batch", "input")
 
@@ -327,6 +329,19 @@ class Graph:
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Leaf]:
         return {leaf.path: leaf for leaf in reversed(self.leaves)}
+
+    @functools.cached_property
+    def _made(self) -> dict[Hashable, object]:
+        return {}
+
+    def once(self, make: Callable[Concatenate[Graph, Given], Made], *given: Given.args, **named: Given.kwargs) -> Made:
+        """Returns `make(graph, *given, **named)`, and the same value again when it is asked for the same again: for
+        what is derived of the graph alone and is never changed, such as tables that every layout of it is decided by.
+        `given`, `named`: can be hashed."""
+        key = make, given, tuple(named.items())
+        if key not in self._made:
+            self._made[key] = make(self, *given, **named)
+        return cast("Made", self._made[key])
 
     def leaf(self, path: str) -> Leaf:
         """Returns the leaf at `path`. Raises `KeyError` where there is none."""

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks._changes import dims_by_class, draw_change
-from splitjax.cost.interplay import interplay
+from splitjax.cost.interplay import Meeting, interplay, ways
 from splitjax.planning.predict import dense_prediction
 from tests.cost.test_prediction import draft_of
 
@@ -45,3 +45,23 @@ def test_two_changes_with_their_interplay_are_the_step_with_both(model, rules):
             assert put_together(name, base, first, second, met) == getattr(both, name), (name, changes)
         num_met += bool(met.sent_by_use or met.sent_by_leaf)
     assert 10 < num_met < 150, "the drawn changes hardly meet, or always do"
+
+
+@pytest.mark.parametrize("model, rules", [("transformer", "megatron"), ("lstm", "splitbrain")])
+def test_changes_of_equal_ways_meet_alike(model, rules):
+    base, draws = dense_prediction(draft_of(model, rules)), random.Random(0)
+    classes = dims_by_class(base.structure.graph)
+    met, num_alike = {}, 0
+    for _ in range(300):
+        first, second = (base.difference(base.laid_out(draw_change(base, classes, draws))) for _ in range(2))
+        found = Meeting.of(base, first, second)
+        before = met.setdefault((ways(base, first), ways(base, second)), found)
+        assert (found.flows, found.reweighed) == (before.flows, before.reweighed)
+        for name in OF_USES:
+            assert getattr(found.at_uses, name) == getattr(before.at_uses, name), name
+        # Of the leaves it is asked with the changes themselves, whichever two with these ways it was made of.
+        ours, theirs = found.at_leaves(first, second), before.at_leaves(first, second)
+        for name in OF_LEAVES:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        num_alike += before is not found and bool(found.at_uses.sent_by_use or ours.sent_by_leaf)
+    assert num_alike > 5, "no two pairs that meet have equal ways"
