@@ -27,6 +27,8 @@ class Layout:
 
     - `batch`: of the examples. `store`: of the weights besides. `tensor`, `expert`: of heads and columns, of experts.
     - `largest`: every weight is stored on its largest dim over `store`, and nothing is computed in parts (FSDP).
+    - `features`: of the features of the residual stream, of experts' tokens and of the scales of norms.
+    - `stored_by_expert`: what is no expert's weight is stored over `expert` besides `store`.
     """
 
     batch: Axes
@@ -34,10 +36,14 @@ class Layout:
     tensor: Axes = ()
     expert: Axes = ()
     largest: bool = False
+    features: Axes = ()
+    stored_by_expert: bool = False
 
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """The spec of the parameter `name`, whose layers are stacked in its first dim where it is one of a layer."""
         store, tensor, expert = self.store or None, self.tensor or None, self.expert or None
+        if self.stored_by_expert and len(shape) < 4:
+            store = (*self.store, *self.expert) or None
         if self.largest:
             if "norm" in name:
                 return P()
@@ -52,19 +58,21 @@ class Layout:
             "router": (None, store, None),
         }
         columns = (None, expert, store, tensor) if len(shape) == 4 else (None, store, tensor)
-        return P() if "norm" in name else P(*table.get(name, columns))
+        if "norm" in name:
+            return P(*(None,) * (len(shape) - 1), self.features) if self.features else P()
+        return P(*table.get(name, columns))
 
     def activation(self, where: str) -> P:
         """The spec of the activations at a place of the decoder."""
         batch, tensor, expert = self.batch, self.tensor or None, self.expert or None
         own = tuple(axis for axis in batch if axis not in self.expert) or None
         return {
-            "residual": P(batch, None, None),
+            "residual": P(batch, None, self.features or None),
             "logits": P(batch, None, tensor),
             "heads": P(batch, None, tensor, None),
             "kv heads": P(batch, None, tensor, None),
             "hidden": P(batch, None, tensor),
-            "experts": P(own, expert, None, None),
+            "experts": P(own, expert, None, self.features or None),
             "expert hidden": P(own, expert, None, tensor),
         }[where]
 

@@ -4,6 +4,8 @@ theirs.
     python -m benchmarks modern             all steps, for CPU devices and a TPU v5e (15 minutes on two cores)
     python -m benchmarks modern --cpu       all steps, for CPU devices alone
     python -m benchmarks modern --quick     two small steps, for CPU devices alone
+    python -m benchmarks modern --only large [--case "LLaMA 8B, v5p"]
+                                            shapes of large models, for large TPUs: a page of its own
 
 Decoders of 4 layers in a scan with `jax.checkpoint`, and Adam, are compiled for 8 devices; nothing runs and no
 parameter exists, so that the figures are the same on every machine. *Sent* is what each device sends in a step by the
@@ -31,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import RESULTS, table, virtual_devices, write_stored
+from benchmarks.modern import large
 
 STEPS: Mapping[str, dict[str, Any]] = {
     "plain": {},
@@ -85,8 +88,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two small steps, for CPU devices alone")
     parser.add_argument("--cpu", action="store_true", help="all steps, for CPU devices alone")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="where the page goes")
+    parser.add_argument("--only", choices=("large",), help="shapes of large models, for large TPUs")
+    parser.add_argument(
+        "--case", action="append", choices=tuple(large.CASES), help="of the large ones; can be given again"
+    )
     options = parser.parse_args(argv)
     virtual_devices()
+    if options.only:
+        return large.run(options.case, options.output)
     from benchmarks import machine
 
     cells = []

@@ -33,6 +33,7 @@ class Decoder:
     - `fused`: query, key and value in one weight, gate and up in one.
     - `tied`: the table is the head, too. `remat`: layers are rematerialised. `dtype`: what products are computed in.
     - `experts`: in each layer's MLP; 0 for a plain one. `top`: how many each token goes to.
+    - `rotary`: queries and keys are turned by their positions; otherwise nothing says where a token stands.
     """
 
     layers: int = 4
@@ -50,6 +51,7 @@ class Decoder:
     dtype: str = "float32"
     experts: int = 0
     top: int = 2
+    rotary: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -115,6 +117,8 @@ class Decoder:
             q, k, v = x @ w["q"], x @ w["k"], x @ w["v"]
         q = pin("heads", q.reshape(*x.shape[:2], self.heads, self.head_dim))
         k, v = (pin("kv heads", each.reshape(*x.shape[:2], self.kv_heads, self.head_dim)) for each in (k, v))
+        if self.rotary:
+            q, k = _turned(q), _turned(k)
         if self.kv_heads != self.heads:
             k, v = (jnp.repeat(each, self.heads // self.kv_heads, 2) for each in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * self.head_dim**-0.5
@@ -164,6 +168,15 @@ def state_of(decoder: Decoder) -> Tree:
         return {"params": params, "opt": optax.adam(1e-3).init(params)}
 
     return jax.eval_shape(init)
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """Turns heads [b, s, h, d] by their positions (RoFormer, arXiv 2104.09864, halves of a head as one plane)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), -1).astype(x.dtype)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

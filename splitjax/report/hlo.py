@@ -2,8 +2,9 @@
 
 The modules that XLA compiled (`report.wire`) go in. They are read from the entry computation on: into loops (their
 bodies count as often as they run), calls, branches, fusions and the computations that asynchronous collectives are
-wrapped in. Combined collectives are taken apart again: XLA joins small ones of the same kind into an operation with
-several operands, each of which had its own cause.
+wrapped in. A TPU's compiler writes a reduce-scatter as a fusion of an all-reduce with the slice of it that the device
+keeps; it is sent as a reduce-scatter, and is listed as one. Combined collectives are taken apart again: XLA joins small
+ones of the same kind into an operation with several operands, each of which had its own cause.
 """
 
 from __future__ import annotations
@@ -209,7 +210,10 @@ def _walk(
     for instruction in computation.instructions.values():
         if instruction.opcode in _OPS:
             if fused is None or instruction.chain not in fused:
-                yield from _collective(placed, computation, instruction, context)
+                op = _OPS[instruction.opcode]
+                if fused is not None and _keeps_a_part(computation, instruction):
+                    op = "reduce_scatter"
+                yield from _collective(placed, computation, instruction, context, op)
             if fused is not None and instruction.chain:
                 fused.add(instruction.chain)
             continue
@@ -232,12 +236,22 @@ def _walk(
                 )
 
 
+def _keeps_a_part(fused: Computation, instruction: Instruction) -> bool:
+    """Tells whether an `instruction` in the body of a fusion is an all-reduce of which nothing but a slice is read."""
+    users = [user for user in fused.instructions.values() if instruction.id in user.operands]
+    return (
+        instruction.opcode == "all-reduce"
+        and bool(users)
+        and all(user.opcode == "dynamic-slice" and user.operands[0] == instruction.id for user in users)
+    )
+
+
 def _collective(
-    placed: _PlacedModule, computation: Computation, instruction: Instruction, context: _Context
+    placed: _PlacedModule, computation: Computation, instruction: Instruction, context: _Context, op: str
 ) -> Iterator[CompiledCollective]:
-    """Yields what an instruction sends: a value for each collective that was combined into it; nothing within one
-    device."""
-    op, num_devices = _OPS[instruction.opcode], max(placed.mesh.num_devices, 1)
+    """Yields what an instruction sends, a collective `op`: a value for each collective that was combined into it;
+    nothing within one device."""
+    num_devices = max(placed.mesh.num_devices, 1)
     if op == "collective_permute":
         size, axes = 2, permuted_axes(instruction.pairs, placed.mesh)
         groups, kept = instruction.pairs, instruction.pairs if axes is None else ()

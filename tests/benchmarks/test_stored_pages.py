@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import _calls, numbers, overhead, planning_time, state, verify, walk
 from benchmarks._common import RESULTS, write_stored
+from benchmarks.modern import large
 
 HEADER = "- 2026-11-20, commit 1234567, Linux\n- command: `python -m benchmarks widgets`"
 PLANNED = planning_time.Planned(
@@ -25,6 +26,12 @@ COMPARED = overhead.Compared("vgg", "fsdp", "batch and state alone", True, False
 DISPATCH = overhead.Dispatch(8, 64, 432, 172e-6, 119e-6, 31.4e-6, 30.4e-6)
 CALLS = _calls.Against(8, "added", (31.5e-6, 32.5e-6, 33.5e-6), (32.75e-6, 33.75e-6, 34.75e-6))
 VERIFIED = verify.Verified("vgg16", "megatron", 33_638_218, 0.4, 21.6, 33.1, 4321, 57, 3.1e-13, True, "")
+SENT = {"all_reduce over tensor": 41_000_000_000, "all_gather over data": 499_000}
+LARGE = large.Measured(
+    "LLaMA 8B, v5p", "1234567", "2026-11-20", 8_030_261_248,
+    large.Program(SENT, 1_500_000_000, 16_900_000_000, 1_000, 11_400_000_000), 43_700_000_000, 16_800_000_000, 1.234,
+    large.Program({"all_reduce over tensor": 40_000_000_000}, 6_000_000_000, 14_000_000_000, 0, 12_000_000_000),
+)  # fmt: skip
 COUNTS = {"plain: plan": {"files": 26, "switches": 1153}, "plain: lower": {"files": 35, "switches": 3150}}
 
 
@@ -37,6 +44,11 @@ MEASURED = {
         _calls,
         {"before_commit": "7654321", "num_calls": 1234, "calls": as_json(CALLS)},
         ("7654321", "1,234 calls", "3 times", "| 32.5 | 33.8 | **+1.25** |"),
+    ),
+    large.PAGE: (
+        large,
+        {"cases": {LARGE.name: dataclasses.asdict(LARGE)}},
+        ("1.025", "0.920", "41.000", "43.700", "8,030,261,248", "16.800", "1.23", "data 4 x fsdp 4 x tensor 4"),
     ),
     "numbers": (numbers, {"cells": [{**vars(cell), "check": cell.check.name} for cell in CELLS]}, ("3e-13, 7e-12",)),
     "overhead": (

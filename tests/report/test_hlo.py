@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import axes_of, expand
-from splitjax.report.hlo import _Context, compiled_collectives
+from splitjax.report.hlo import _Context, compiled_collectives, read_collectives
 from splitjax.report.protobuf import WireError
-from splitjax.report.wire import GroupList, MeshGroups, read_module
+from splitjax.report.wire import Computation, GroupList, Instruction, MeshGroups, Module, Shape, read_module
 
 SHAPE = MeshShape((("data", 2), ("model", 4)))
 
@@ -184,3 +184,32 @@ def test_branches_count_by_how_often_they_are_taken():
     assert [context.into(branch, number).branch for number in range(2)] == ["cond.1:0", "cond.1:1"]
     users = types.SimpleNamespace(op_name="jit(step)/cond", called=(7, 8), name="cond.2")
     assert context.into(users, 1).share == 0.5 and context.into(users, 1).conditional
+
+
+def instruction(number, opcode, dims, operands=(), called=()):
+    along_model = GroupList(((0, 1, 2, 3), (4, 5, 6, 7)))
+    return Instruction(
+        number, f"{opcode}.{number}", opcode, Shape(11, dims), "", 0, ("", 0), operands, called, 0, 0, "", along_model,
+        (), None, None, "",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reads_all", "op", "sent"), [(False, "reduce_scatter", 3 * 64 * 16), (True, "all_reduce", 2 * 3 * 64 * 16)]
+)
+def test_a_fused_sum_of_which_a_part_is_kept_is_sent_as_a_reduce_scatter(reads_all, op, sent):
+    """A TPU's compiler writes a reduce-scatter so: an all-reduce and the slice of it in one fusion."""
+    body = [
+        instruction(1, "parameter", (64, 16)),
+        instruction(2, "all-reduce", (64, 16), (1,)),
+        instruction(3, "partition-id", ()),
+        instruction(4, "dynamic-slice", (16, 16), (2, 3, 3)),
+        *([instruction(5, "negate", (64, 16), (2,))] if reads_all else []),
+    ]
+    entry = [instruction(6, "parameter", (64, 16)), instruction(7, "fusion", (16, 16), (6,), (20,))]
+    computations = {
+        20: Computation(20, 4, {each.id: each for each in body}),
+        10: Computation(10, 7, {each.id: each for each in entry}),
+    }
+    (one,) = read_collectives(Module(10, computations, ()), SHAPE)
+    assert (one.op, one.axis, one.group_size, one.bytes) == (op, "model", 4, sent)

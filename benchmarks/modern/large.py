@@ -1,0 +1,266 @@
+"""Shapes of today's large models beside the layout that MaxText has for them: what both compile to for large TPUs.
+
+    python -m benchmarks modern --only large                          all of them
+    python -m benchmarks modern --only large --case "LLaMA 8B, v5p"   one; the others stay as they are stored
+
+LLaMA 8B and a Mixtral 8x7B shape, of 32 layers in a scan with `jax.checkpoint`, in bfloat16 over float32 parameters,
+with Adam, are compiled ahead of time for TPUs; nothing runs and no parameter exists. Attention is plain JAX, experts
+have a capacity of twice an even share. *Sent* is what each device sends in a step by the ring formulas, all
+collectives together, as `splitjax.report.hlo` reads them from either program. *Memory* is what either program takes of
+a device's main memory (HBM): arguments, temporary buffers, and results that are not written over arguments; a TPU's
+vector memory is not in it. *Peak* is the compiler's own figure for what is alive at once, vector memory among it.
+
+By hand means `jax.jit` with a `NamedSharding` for every leaf of the state and for the batch, donation, and
+`with_sharding_constraint` on activations, as the logical axis rules of MaxText's `base.yml` have them: weights are
+stored over `fsdp`, those that are no expert's over `expert` too, and are whole over `data`; features of the residual
+stream and of experts' tokens are split over `tensor`, and so are the scales of norms. Ours is the same step, without
+any sharding in it, under the rule set `transformer`, on the same mesh.
+
+Seconds are of processor time, taken while other programs ran on the machine.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from benchmarks._common import table, write_stored
+
+if TYPE_CHECKING:
+    from benchmarks.modern.layouts import Layout
+
+PAGE = "modern_large"
+LIMIT = 1.02  # of what the program by hand sends and holds
+SECONDS = 5.0  # to trace and plan
+_LLAMA: dict[str, Any] = {
+    "layers": 32, "width": 4096, "hidden": 14336, "vocab": 128256, "seq": 4096, "heads": 32, "kv_heads": 8,
+    "head_dim": 128, "dtype": "bfloat16", "rotary": True,
+}  # fmt: skip
+_MIXTRAL = {**_LLAMA, "vocab": 32000, "experts": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, the TPUs that it is compiled for, their mesh, and the examples of a batch."""
+
+    topology: str
+    mesh: Mapping[str, int]
+    model: Mapping[str, Any]
+    examples: int
+
+
+CASES: Mapping[str, Case] = {
+    "LLaMA 8B, v5p": Case("v5p:4x4x4", {"data": 4, "fsdp": 4, "tensor": 4}, _LLAMA, 64),
+    "LLaMA 8B, v5e": Case("v5e:16x16", {"data": 4, "fsdp": 16, "tensor": 4}, _LLAMA, 128),
+    "Mixtral, v5p": Case("v5p:4x4x4", {"fsdp": 4, "expert": 8, "tensor": 2}, _MIXTRAL, 64),
+    "Mixtral, v5e": Case("v5e:16x16", {"fsdp": 8, "expert": 8, "tensor": 4}, _MIXTRAL, 128),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a program needs on each device, in bytes.
+
+    - `sent`: in a step, by collective and axes, such as `all_reduce over tensor`.
+    - `arguments`, `temporary`, `results`: in main memory; results are those that are not written over arguments.
+    - `peak`: what is alive at once by the compiler, vector memory among it.
+    """
+
+    sent: Mapping[str, int]
+    arguments: int
+    temporary: int
+    results: int
+    peak: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """All collectives together."""
+        return sum(self.sent.values())
+
+    @property
+    def memory(self) -> int:
+        """What the program takes of the main memory."""
+        return self.arguments + self.temporary + self.results
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A case: our program, what its plan says, how long planning took, and the program by hand."""
+
+    name: str
+    commit: str
+    date: str
+    parameters: int
+    ours: Program
+    planned_sent: int
+    planned_memory: int
+    seconds: float
+    by_hand: Program
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Bytes sent and memory, ours over those of the program by hand."""
+        theirs = self.by_hand
+        return self.ours.sent_bytes / theirs.sent_bytes, self.ours.memory / theirs.memory
+
+    @property
+    def holds(self) -> bool:
+        """Whether ours is within the limits."""
+        return max(self.ratios) <= LIMIT and self.seconds <= SECONDS
+
+
+def run(names: list[str] | None, folder: pathlib.Path) -> int:
+    """Compiles the cases `names` (None: all), and writes the page with them into `folder` after each; returns 1 where
+    one is beyond its limits. What is stored of the other cases stays."""
+    from benchmarks import machine
+
+    file = folder / f"{PAGE}.json"
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cases": {}}
+    packages = (*machine.PACKAGES, "libtpu")
+    held = True
+    for name in names or CASES:
+        found = measure(name, machine.this_commit(), machine.this_machine().date)
+        stored["cases"][name] = dataclasses.asdict(found)
+        stored["header"] = machine.header(
+            machine.this_machine(packages), "python -m benchmarks modern --only large"
+        ).rstrip()
+        print("wrote", write_stored(PAGE, stored, page_lines, folder), flush=True)
+        held = held and found.holds
+    return int(not held)
+
+
+def measure(name: str, commit: str, date: str) -> Measured:
+    """Plans and compiles the case `name`."""
+    import jax
+    from jax.experimental import mesh_utils, topologies
+    from jax.sharding import AxisType, Mesh
+
+    import splitjax
+    from benchmarks.modern.layouts import by_hand
+    from benchmarks.modern.models import Decoder, make_step, state_of
+
+    case = CASES[name]
+    decoder = Decoder(examples=case.examples, **case.model)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    sizes = tuple(case.mesh.values())
+    arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    mesh = Mesh(arranged, tuple(case.mesh), axis_types=(AxisType.Auto,) * len(sizes))
+    arguments = state_of(decoder), decoder.batch()
+    ours = splitjax.parallelize(make_step(decoder, splitjax.value_and_grad), mesh=mesh, rules="transformer")
+    started = time.process_time()
+    plan = ours.plan(*arguments)
+    seconds = time.process_time() - started
+    planned_sent = sum(each.bytes for each in plan.collectives)
+    print(f"{name}: planned in {seconds:.2f} s", flush=True)
+    compiled = _compiled(name, "ours", ours.lower(*arguments), mesh)
+    jax.clear_caches()
+    theirs = _compiled(name, "by hand", by_hand(decoder, layout(case), mesh, True), mesh)
+    return Measured(
+        name, commit, date, decoder.num_parameters, compiled, planned_sent, plan.memory.peak_bytes, seconds, theirs
+    )
+
+
+def layout(case: Case) -> Layout:
+    """The layout of a case by hand, as MaxText's rules have it."""
+    from benchmarks.modern.layouts import Layout
+
+    return Layout(
+        batch=tuple(axis for axis in case.mesh if axis != "tensor"),
+        store=("fsdp",),
+        tensor=("tensor",),
+        expert=("expert",) if "expert" in case.mesh else (),
+        features=("tensor",),
+        stored_by_expert=True,
+    )
+
+
+def _compiled(name: str, which: str, lowered: Any, mesh: Any) -> Program:
+    from splitjax.mesh import MeshShape
+    from splitjax.report.hlo import compiled_collectives
+    from splitjax.report.value import CompiledMemory
+
+    program = lowered.compile()
+    memory = CompiledMemory.of(program)
+    assert memory is not None, "XLA says what memory its TPU programs take"
+    sent: collections.Counter[str] = collections.Counter()
+    for each in compiled_collectives(program, MeshShape.of(mesh)):
+        sent[f"{each.op} over {each.axis}"] += each.bytes
+    found = Program(
+        dict(sent.most_common()),
+        memory.argument_bytes,
+        memory.temporary_bytes,
+        memory.output_bytes - memory.alias_bytes,
+        memory.peak_bytes or 0,
+    )
+    print(f"{name}, {which}: {found.sent_bytes / 1e9:.3f} GB sent, {found.memory / 1e9:.3f} GB held", flush=True)
+    return found
+
+
+def page_lines(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the page of what `modern_large.json` holds."""
+    cases = [_read(stored["cases"][name]) for name in CASES if name in stored["cases"]]
+    lines = ["# Large models beside MaxText's layout", "", stored["header"], ""]
+    lines += [*(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
+    worst = [max(case.ratios[which] for case in cases) for which in (0, 1)]
+    lines += [
+        f"Of what the program by hand sends ours sends {worst[0]:.3f} at worst, and of its memory it takes"
+        f" {worst[1]:.3f} at worst. Tracing and planning take {max(case.seconds for case in cases):.1f} s at most.",
+        "",
+    ]
+    titles = (
+        "step", "sent, ours (GB)", "sent, planned (GB)", "sent, by hand (GB)", "ours / by hand", "memory, ours (GB)",
+        "memory, by hand (GB)", "ours / by hand",
+    )  # fmt: skip
+    lines += ["## Beside programs by hand", "", *table(titles, map(_row, cases)), ""]
+    titles = (
+        "step", "program", "arguments (GB)", "temporary (GB)", "results (GB)", "peak (GB)", "peak, planned (GB)",
+    )  # fmt: skip
+    lines += ["## Memory", "", *table(titles, (row for case in cases for row in _memory_rows(case))), ""]
+    titles = ("step", "collective", "ours (GB)", "by hand (GB)")
+    lines += ["## What is sent", "", *table(titles, (row for case in cases for row in _sent_rows(case))), ""]
+    titles = ("step", "TPU", "mesh", "parameters", "examples", "trace and plan (s)", "commit", "date")
+    return [*lines, "## Steps", "", *table(titles, map(_step_row, cases)), ""]
+
+
+def _read(stored: Mapping[str, Any]) -> Measured:
+    return Measured(**{**stored, "ours": Program(**stored["ours"]), "by_hand": Program(**stored["by_hand"])})
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.3f}"
+
+
+def _row(case: Measured) -> tuple[str, ...]:
+    sent, memory = (f"{ratio:.3f}" for ratio in case.ratios)
+    ours, theirs = case.ours, case.by_hand
+    return (
+        case.name, _gigabytes(ours.sent_bytes), _gigabytes(case.planned_sent), _gigabytes(theirs.sent_bytes), sent,
+        _gigabytes(ours.memory), _gigabytes(theirs.memory), memory,
+    )  # fmt: skip
+
+
+def _memory_rows(case: Measured) -> Iterator[tuple[str, ...]]:
+    for which, program, planned in (("ours", case.ours, case.planned_memory), ("by hand", case.by_hand, None)):
+        sizes = (program.arguments, program.temporary, program.results, program.peak)
+        yield case.name, which, *map(_gigabytes, sizes), "" if planned is None else _gigabytes(planned)
+
+
+def _sent_rows(case: Measured) -> Iterator[tuple[str, ...]]:
+    for kind in dict.fromkeys((*case.ours.sent, *case.by_hand.sent)):
+        amounts = [program.sent.get(kind, 0) for program in (case.ours, case.by_hand)]
+        if max(amounts) >= 5e5:  # less than half a megabyte reads 0.000
+            yield case.name, kind, *map(_gigabytes, amounts)
+
+
+def _step_row(case: Measured) -> tuple[str, ...]:
+    of = CASES[case.name]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in of.mesh.items())
+    return (
+        case.name, of.topology, mesh, f"{case.parameters:,}", str(of.examples), f"{case.seconds:.2f}", case.commit,
+        case.date,
+    )  # fmt: skip
