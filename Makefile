@@ -18,6 +18,8 @@ CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not g
 # is left alone with a long one. A process that dies ends the run: one in its place can be left without work, waiting for ever.
 IN_PROCESSES = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 MARKED := $(VENV)/.installed
+# Every process that tests start would otherwise compile the package's source anew, and each of pytest's all of the tests'.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-core test-slow test-gpu-aot lint docs dist notebooks mutants clean
