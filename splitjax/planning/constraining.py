@@ -30,7 +30,7 @@ from splitjax.planning.sites.remedies import (
     reached_suspects,
     rewritten_sites,
 )
-from splitjax.planning.sites.row_inputs import pin_row_inputs
+from splitjax.planning.sites.row_inputs import pin_row_inputs, with_row_inputs
 from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.planning.sites.shared_heads import pin_shared_heads, shared_notes
@@ -70,16 +70,17 @@ def constrain(draft: Draft) -> Draft:
     chain = flows(*arguments)
     exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
     kernels = derive_kernels(graph, sharded, mesh)
+    row_inputs = pin_row_inputs(graph, chain, layout.leaves)
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
         (
             *constraints,
-            *pin_row_inputs(graph, chain, layout.leaves),
+            *row_inputs,
             *pin_shared_heads(graph, chain, layout.batch_axes),
             *pin_gradients(graph, layout.leaves, sharded),
         ),
         SiteDecisions(
-            derive_scatters(*arguments, exchanges, chain),
+            with_row_inputs(derive_scatters(*arguments, exchanges, chain), row_inputs),
             weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,

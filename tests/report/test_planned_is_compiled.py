@@ -14,6 +14,7 @@ import splitjax
 from benchmarks.corpus.cells import Cell
 from benchmarks.corpus.steps import parallel, ready
 from splitjax.plan import PurposeKind
+from tests.report.programs import narrow
 
 MESH = {"data": 2, "model": 4}
 NUM_EXAMPLES = 32
@@ -196,6 +197,17 @@ def test_behind_a_mean_the_cotangent_of_rows_is_brought_together_before_it_is_sp
         ("all_reduce", "model", summed, "forward"),
     ]
     assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
+
+
+@pytest.mark.parametrize("rules", ["megatron", "transformer"])
+def test_behind_rows_the_cotangent_of_rows_is_brought_together_before_a_bias_is_summed(rules):
+    """XLA kept its parts: it summed a part of the bias' gradient, and gathered the new bias and each of its moments."""
+    step, arguments = narrow("mlp", rules=rules)
+    report = step.report(*arguments)
+    assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
+    planned = [one for one in report.collectives if one.planned is not None]
+    assert [one.differs for one in planned] == [""] * len(planned)
+    assert sum(one.bytes for one in planned) == report.total.predicted_bytes
 
 
 def test_rows_that_read_a_batch_stay_where_they_are():

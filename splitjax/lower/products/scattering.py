@@ -28,6 +28,7 @@ from splitjax.cost.convolutions import LocalConvolution
 from splitjax.lower.products.groups import scope, sum_into_parts
 from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.mesh import MeshShape
+from splitjax.planning.sites.layout import named_sharding
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.scatter import Parts, Scatter, Summed
 
@@ -131,6 +132,8 @@ def evaluate_scatter(
     """
     with jax.named_scope(scope("product", scatter.layer)):
         data, weight = operands[scatter.data], operands[scatter.weight]
+        for spec in scatter.pins:
+            data = lax.with_sharding_constraint(data, named_sharding(where.mesh, spec))
         axes = tuple(where.mesh.axis_names) if scatter.alone else scatter.axes
         if convolution is not None:
             shape = list(data.shape)

@@ -49,6 +49,7 @@ class Scatter:
       backward.
     - `out_kept`: dims of the result that are split as `kept` has them; None where tracing does not tell them apart.
     - `alone`: whether each device computes it whole over all other axes: what it makes are heads that devices share.
+    - `pins`: the layouts that its data is pinned to, one after the other, before it is evaluated (`row_inputs.py`).
     """
 
     site: tuple[int, ...]
@@ -63,6 +64,7 @@ class Scatter:
     stored: Parts = ()
     out_kept: Parts | None = None
     alone: bool = False
+    pins: tuple[Spec, ...] = ()
 
     def fits(self, eqn: Any) -> bool:
         """Returns whether the equation `eqn` treats examples one by one, so that a device can evaluate it for its
