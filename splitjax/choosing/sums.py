@@ -14,6 +14,7 @@ from typing import TypeVar
 from splitjax.choosing.prices import Prices
 from splitjax.cost.compute import step_flops
 from splitjax.cost.interplay import Meeting, ways
+from splitjax.cost.memory import LeafBytes
 from splitjax.cost.parts import Sent
 from splitjax.cost.prediction import Difference, Prediction, replaced
 
@@ -45,6 +46,9 @@ class Sums:
         )
 
 
+_NOTHING = Sums(0, 0, 0, 0.0)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Change:
     """Is a change with its price.
@@ -69,7 +73,7 @@ class StepSums:
 
     def __init__(self, base: Prediction, prices: Prices) -> None:
         self._base, self._prices, self._seconds = base, prices, prices.sender(base.setting.mesh)
-        self._sums = self._whole(base)
+        self._sums, self._has_passing = self._whole(base), any(map(_passes, base.bytes_by_leaf))
         self._sent_by_use = [*map(self._seconds, base.sent_by_use)]
         self._sent_by_leaf = [*map(self._seconds, base.sent_by_leaf)]
         self._numbers: dict[Hashable, int] = {}  # of ways, which are longer and slower to look up
@@ -101,6 +105,13 @@ class StepSums:
     def peak_bytes(self, change: Change) -> int:
         """Returns the bytes that a `change` adds to what a device stores at most."""
         base, new = self._base, change.difference.renewed
+        if not self._has_passing and not any(map(_passes, new.bytes_by_leaf.values())):
+            # What is stored adds up; of what is there for a moment the largest counts.
+            pairs = [(each, base.bytes_by_leaf[i]) for i, each in new.bytes_by_leaf.items()]
+            kept = sum(each.state - old.state + each.gradient - old.gradient for each, old in pairs)
+            used = self._sums.used
+            more = sum(each - base.bytes_by_use[i] for i, each in new.bytes_by_use.items())
+            return kept + base.activation_bytes(used + more) - base.activation_bytes(used)
         leaves, uses = replaced(base.bytes_by_leaf, new.bytes_by_leaf), replaced(base.bytes_by_use, new.bytes_by_use)
         return base.memory_of(leaves, uses).peak_bytes - base.memory.peak_bytes
 
@@ -120,6 +131,8 @@ class StepSums:
         if not base.structure.adds_up:
             leaves = {**first.difference.leaves, **second.difference.leaves}
             return self._whole(base.changed(leaves.values())) - self._sums - first.sums - second.sums
+        if not first.difference.meets(second.difference):
+            return _NOTHING
         key = first.way, second.way
         if key not in self._meetings:
             meeting = Meeting.of(base, first.difference, second.difference)
@@ -165,6 +178,11 @@ class StepSums:
 
     def _sent(self, sent: Mapping[int, Sent]) -> dict[int, float]:
         return {i: self._seconds(each) for i, each in sent.items()}
+
+
+def _passes(leaf: LeafBytes) -> bool:
+    """Whether a leaf has a gradient that a device stores for a moment only."""
+    return bool(leaf.unsummed or leaf.of_turn)
 
 
 def _meeting(

@@ -28,6 +28,7 @@ weight from the forward for the backward pass.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, used_axes
@@ -53,10 +54,12 @@ RAGGED = "ragged_dot_general"
 Event = tuple[str, Axes, int, Purpose]
 
 
+@functools.lru_cache(maxsize=4096)
 def _forward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
     return Purpose(kind, Phase.FORWARD, leaf, source)
 
 
+@functools.lru_cache(maxsize=4096)
 def _backward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
     return Purpose(kind, Phase.BACKWARD, leaf, source)
 

@@ -238,6 +238,16 @@ class Difference:
     parts: Mapping[str, Axes]
     renewed: Renewed
 
+    def meets(self, other: Difference) -> bool:
+        """Whether there is anything that both reach: else they add up to what both make together, where parts of the
+        step depend on leaves near them alone (`StepStructure.adds_up`)."""
+        return not (
+            self.reached.isdisjoint(other.reached)
+            and self.touched.isdisjoint(other.touched)
+            and self.reweighed.isdisjoint(other.reweighed)
+            and self.leaves.keys().isdisjoint(other.leaves)
+        )
+
 
 def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
     """Predicts what a step costs. `step`: the traced step and its layout. `manner`: how it is run."""

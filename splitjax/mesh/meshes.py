@@ -157,6 +157,8 @@ class MeshShape:
     def dividing(self, axes: Sequence[str], size: int) -> tuple[str, ...]:
         """Returns those of `axes`, in their order, over whose devices a dim of this `size` can lie in equal parts: the
         most devices, and among as many the first axes."""
+        if size % self.size(axes) == 0 and all(self.size(axis) > 1 for axis in axes):
+            return tuple(axes)
         best: tuple[str, ...] = ()
         for chosen in range(1, 1 << len(axes)):
             some = tuple(axis for i, axis in enumerate(axes) if chosen >> i & 1)

@@ -50,12 +50,18 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
     return re.compile("".join(out), re.DOTALL)
 
 
+@functools.lru_cache(maxsize=1024)
+def _regex_pattern(regex: str) -> re.Pattern[str]:
+    """Compiles `regex`; a search asks for hundreds of them, each of which names its layers, again and again."""
+    return re.compile(regex)
+
+
 def matches(rule: Rule, leaf: Leaf, kind: str) -> bool:
     """Tells whether all matchers of `rule` hold for a parameter `leaf` of a layer of the kind `kind`."""
     return (
         (rule.kind is None or kind in rule.kind)
         and (rule.path is None or glob_pattern(rule.path).fullmatch(leaf.path) is not None)
-        and (rule.regex is None or re.search(rule.regex, leaf.path) is not None)
+        and (rule.regex is None or _regex_pattern(rule.regex).search(leaf.path) is not None)
         and (rule.shape is None or shape_matches(rule.shape, leaf.shape))
         and (rule.min_size is None or leaf.size >= rule.min_size)
         and (rule.max_size is None or leaf.size <= rule.max_size)

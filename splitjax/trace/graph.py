@@ -372,6 +372,7 @@ class Graph:
         return iter(self.layers)
 
 
+@functools.cache
 def itemsize(dtype: str) -> int:
     """Returns the bytes of one element of the dtype called `dtype`; a PRNG key (`key<fry>`) is two 32-bit words."""
     import numpy as np

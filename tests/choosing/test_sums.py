@@ -37,8 +37,8 @@ def graph_of(model):
 class Sides:
     """The changes of every group of a step, with both accounts of what they cost."""
 
-    def __init__(self, graph, mesh, mode):
-        pricing = Pricing(graph, mesh, PRICES, {}, True)
+    def __init__(self, graph, mesh, mode, shards_state=False):
+        pricing = Pricing(graph, mesh, PRICES, {}, True, shards_state)
         self.groups = groups_of(graph, mesh, mode)
         self.base = laid_out(pricing, rule_set(self.groups, [0] * len(self.groups), mode))
         self.priced, self.before = StepSums(self.base, PRICES), PRICES.seconds(self.base)
@@ -86,6 +86,13 @@ def test_sums_are_those_of_whole_predictions(model, mode):
 @pytest.mark.parametrize("axis", ["fsdp", "expert"])
 def test_sums_on_a_mesh_with_a_third_axis(axis):
     sides = Sides(graph_of("experts"), MeshShape.of({"data": 2, axis: 2, "model": 2}), "data")
+    assert sides.check_drawn(60), "no two changes meet"
+
+
+def test_sums_where_state_lies_in_parts():
+    """A gradient is whole for a moment before it is summed into parts: the largest counts for the peak, not the sum."""
+    sides = Sides(graph_of("decoder"), MESH, "data", shards_state=True)
+    assert any(leaf.unsummed for leaf in sides.base.bytes_by_leaf)
     assert sides.check_drawn(60), "no two changes meet"
 
 
