@@ -31,7 +31,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, used_axes
+from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, stays_dealt, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
@@ -125,13 +125,13 @@ def _activations(
     flow = chain[i]
     use = flow.use
     differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
-    shared = flow.same_input is not None
+    reads_again = shared = flow.same_input is not None
     if shared and sums_apart and not flow.crossing and flow.free and not flow.at_hand and differentiated:
         source = linked(flow.producer, flow.free, chain)
         shared = source is not None and bool(set(source.free) & set(flow.free))
     if flow.data_group_bytes and not shared:
         entering = (
-            *_enter_stacked(flow, chain, mesh),
+            *(() if reads_again else _enter_stacked(flow, chain, mesh)),
             *_enter_column(flow, chain, mesh),
             *_enter_row(flow, chain, mesh),
         )
@@ -165,7 +165,7 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     axes = flow.free
     if not axes or flow.at_hand:
         return
-    whole = flow.data_group_bytes // mesh.size(flow.contracted) if flow.contracted else flow.data_group_bytes
+    whole = flow.data_group_bytes // mesh.size((*flow.contracted, *_dealt_over(flow)))
     source = linked(flow.producer, axes, chain)
     if source and set(source.free) & set(axes):
         name = source.use.layer
@@ -189,7 +189,7 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     if any(each and set(each.free) & set(axes) for each in sources):
         return
     if source or not flow.crossing:
-        yield "all_gather", axes, flow.data_group_bytes, _backward(Kind.ROWS_COTANGENT)
+        yield "all_gather", axes, flow.data_group_bytes // mesh.size(_dealt_over(flow)), _backward(Kind.ROWS_COTANGENT)
     else:
         yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.ENTER_ROWS)
         yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.RETURN_ROWS)
@@ -200,7 +200,7 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     axes = flow.contracted
     if not axes:
         return
-    whole = flow.out_group_bytes // mesh.size(flow.free) if flow.free else flow.out_group_bytes
+    whole = flow.out_group_bytes // mesh.size((*flow.free, *_dealt_over(flow)))
     if stays_in_group(flow, chain):
         yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
     else:
@@ -218,7 +218,13 @@ def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.LEAVE_COLUMNS)
         yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.COTANGENTS_TO_COLUMNS)
     else:
-        yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.WHOLE_OUTPUT)
+        yield "all_gather", axes, flow.out_group_bytes // mesh.size(_dealt_over(flow)), _forward(Kind.WHOLE_OUTPUT)
+
+
+def _dealt_over(flow: WeightFlow) -> Axes:
+    """Returns the axes over whose devices the tokens of a use lie by expert: each has those of its own experts, whose
+    products alone it sums with others."""
+    return () if flow.use.primitive == RAGGED else flow.stacked
 
 
 def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
@@ -227,10 +233,9 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     axes = flow.stacked
     if not axes or flow.use.primitive == RAGGED:
         return
-    source = linked(flow.producer, axes, chain)
-    if source and source.stacked == axes:
+    if stays_dealt(flow.producer, axes, chain):
         return
-    if flow.crossing:
+    if flow.travels:
         yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.TO_EXPERTS)
         yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.TO_EXPERTS_COTANGENT)
     else:
@@ -242,10 +247,9 @@ def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     axes = flow.stacked
     if not axes or flow.use.primitive == RAGGED:
         return
-    target = linked(flow.consumer, axes, chain)
-    if target and target.stacked == axes:
+    if stays_dealt(flow.consumer, axes, chain):
         return
-    if flow.crossing:
+    if flow.travels:
         yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.FROM_EXPERTS)
         yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.FROM_EXPERTS_COTANGENT)
     else:

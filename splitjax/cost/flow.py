@@ -43,8 +43,9 @@ class WeightFlow:
       that is looked up.
     - `free`: the axes over which its free dims stay split: column-parallel.
     - `stacked`: the axes over which a dim is split that data and result share: experts.
-    - `crossing`: whether replicated layers split their batch over these axes too, so that entering and leaving this use
-      reshards.
+    - `crossing`: whether replicated layers split their batch over the axes of `contracted` or `free` too, so that
+      entering and leaving this use reshards. `travels`: whether they split it over those of `stacked`, so that examples
+      travel to the devices of their experts.
     - `data_share_bytes`, `data_group_bytes`: bytes of the activations that it reads; 0 for lookups of ids.
     - `out_share_bytes`, `out_group_bytes`: bytes of its output.
     - `producer`: the position in the chain of the last use before it whose output it reads; None for none known.
@@ -76,6 +77,7 @@ class WeightFlow:
     producers: tuple[int, ...] = ()
     reduced: tuple[Reduced, ...] = ()
     shared: SharedHeads | None = None
+    travels: bool = False
 
     @property
     def axes(self) -> Axes:
@@ -132,6 +134,8 @@ class UseLinks:
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
     - `reductions`: those over the columns of its output, where its weight has one dim of these.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
+    - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
+      gradient is taken. A backward pass that plain JAX traced would gather them.
     """
 
     use: Use
@@ -146,6 +150,7 @@ class UseLinks:
     producers: tuple[int, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     heads: HeadReaders | None = None
+    deals: bool = True
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -161,6 +166,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     consumers = _first_readers(reads, writes)
     reductions = _reductions(graph, uses, roles, writes)
     heads = dict(find_readers(graph, uses, roles))
+    derived = {use.param for use in graph.uses if use.backward}
     last_writer: dict[int, int] = {}
     writers: dict[int, list[int]] = {}
     read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
@@ -187,6 +193,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 same_value=tuple(j for j in others if uses[j].param != use.param),
                 reductions=tuple(reductions.get(i, ())),
                 heads=heads.get(i),
+                deals=use.in_boundary or use.param not in derived,
             )
         )
         for label in writes[i]:
@@ -247,7 +254,14 @@ Split = tuple[Axes, Axes, Axes]  # the axes over which a weight's contracted, fr
 def split_of(links: UseLinks, leaf: LeafPlan, setting: Setting) -> Split:
     """Returns the axes over which the contracted, free and stacked dims of a use's weight stay split while it is used.
     `leaf`: the layout of the weight."""
-    return _split(leaf, links.roles, setting.mesh, setting.batch_axes, setting.replicated_batch)
+    axes_of: dict[str, list[str]] = {role: [] for role in _ROLES}
+    mesh = setting.mesh
+    used = used_axes(leaf, mesh, setting.batch_axes, setting.replicated_batch)
+    for role, axes in zip(links.roles, leaf.axes_by_dim, strict=False):
+        # Experts stay where they are, whatever the axis, if tokens can travel to them.
+        stays = role == "stacked" and _can_travel(links, axes, setting)
+        axes_of[role].extend(axis for axis in axes if axis in mesh.wide and (stays or axis in used))
+    return tuple(axes_of["contracted"]), tuple(axes_of["free"]), tuple(axes_of["stacked"])
 
 
 def flow_of(
@@ -263,21 +277,22 @@ def flow_of(
     num_workers = setting.num_workers
     apart = tuple(axis for axis in batch_axes if axis not in own)
     num_shares = math.prod(mesh.sizes[axis] for axis in apart)  # of the batch, in this layer
-    same_input = (j for j in links.same_value if split_at(j)[1] == free)
+    same_input = (j for j in links.same_value if split_at(j)[1:] == (free, stacked))
     stays = bool(free) and not set(own) & set(batch_axes)  # else its output returns to the workers
     return WeightFlow(
         use,
         contracted,
         free,
         stacked,
-        crossing=any(axis in batch_axes for axis in own),
+        crossing=any(axis in batch_axes for axis in (*contracted, *free)),
+        travels=any(axis in batch_axes for axis in stacked),
         data_share_bytes=links.data_bytes // (num_workers if links.data_batched else 1),
         data_group_bytes=links.data_bytes // (num_shares if links.data_batched else 1),
         out_share_bytes=links.out_bytes // (num_workers if links.out_batched else 1),
         out_group_bytes=links.out_bytes // (num_shares if links.out_batched else 1),
         producer=links.producer,
         consumer=links.consumer,
-        same_input=next(same_input, None) if free else None,
+        same_input=next(same_input, None) if free or stacked else None,
         at_hand=links.producer is None
         and bool(use.fed_by)
         and all(
@@ -342,6 +357,13 @@ def linked(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> Wei
     return flow if flow and set(flow.axes) & set(axes) else None
 
 
+def stays_dealt(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> bool:
+    """Tells whether the neighbour at a `position` of the `chain` has its tokens with experts over the same `axes`, so
+    that nothing travels between the two."""
+    neighbour = linked(position, axes, chain)
+    return neighbour is not None and neighbour.stacked == axes
+
+
 def _num_bytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
@@ -393,13 +415,10 @@ def _dim_role(name: str | None, classes: set[int], data: set[int], out: set[int]
     return "stacked" if in_data else "whole"
 
 
-def _split(
-    leaf: LeafPlan, roles: Sequence[str], mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str
-) -> tuple[Axes, Axes, Axes]:
-    """Returns the axes over which a weight's contracted, free and stacked dims stay split while it is used."""
-    axes_of: dict[str, list[str]] = {role: [] for role in _ROLES}
-    used = used_axes(leaf, mesh, batch_axes, replicated_batch)
-    for role, axes in zip(roles, leaf.axes_by_dim, strict=False):
-        # Experts stay where they are, whatever the axis.
-        axes_of[role].extend(axis for axis in axes if axis in mesh.wide and (role == "stacked" or axis in used))
-    return tuple(axes_of["contracted"]), tuple(axes_of["free"]), tuple(axes_of["stacked"])
+def _can_travel(links: UseLinks, axes: Axes, setting: Setting) -> bool:
+    """Tells whether examples can travel to experts that are split over `axes`: where they have to, these are the last
+    axes of the batch. What a device has after an all-to-all along others is no part of the examples that lie side by
+    side."""
+    batch_axes = setting.batch_axes
+    shared = tuple(axis for axis in setting.mesh.present(axes) if axis in batch_axes)
+    return not shared or (links.deals and batch_axes[-len(shared) :] == shared)

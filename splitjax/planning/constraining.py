@@ -18,6 +18,7 @@ from splitjax.planning.sites.callbacks import gather_callbacks
 from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.dealing import deal_notes, derive_deals
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
+from splitjax.planning.sites.experts import derive_travels, expert_notes, pin_experts
 from splitjax.planning.sites.grids import derive_grids
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
@@ -46,7 +47,13 @@ def constrain(draft: Draft) -> Draft:
     graph, mesh, layout = draft.graph, draft.shape, draft.layout
     check_orders(layout.leaves, mesh)
     by_path = {leaf.path: leaf for leaf in layout.leaves}
-    constraints = derive_constraints(graph, by_path, mesh, layout.batch_axes)
+    arguments = graph, layout.leaves, mesh, layout.batch_axes, layout.replicated_batch
+    chain = flows(*arguments)
+    travels = derive_travels(graph, chain, mesh, layout.batch_axes)
+    constraints = (
+        *derive_constraints(graph, by_path, mesh, layout.batch_axes, {travel.site for travel in travels}),
+        *pin_experts(graph, travels),
+    )
     sharded = ShardedDims.of(graph, layout.leaves, layout.batch_axes)
     unknown = [
         op
@@ -60,14 +67,12 @@ def constrain(draft: Draft) -> Draft:
         for op in unknown
         for constraint in _gather_around(op, f"{op.primitive} has no dim rule: gathered around it")
     )
-    arguments = graph, layout.leaves, mesh, layout.batch_axes, layout.replicated_batch
     convolutions = derive_convolutions(*arguments)
     suspects = reached_suspects(graph, mesh, sharded, convolutions)
     remedies = apply_remedies(suspects, graph)
     calls, called = gather_callbacks(graph, sharded, mesh)
     constraints = (*constraints, *around, *remedies.constraints, *calls)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
-    chain = flows(*arguments)
     exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
     kernels = derive_kernels(graph, sharded, mesh)
     row_inputs = pin_row_inputs(graph, chain, layout.leaves)
@@ -80,7 +85,7 @@ def constrain(draft: Draft) -> Draft:
             *pin_gradients(graph, layout.leaves, sharded),
         ),
         SiteDecisions(
-            with_row_inputs(derive_scatters(*arguments, exchanges, chain), row_inputs),
+            with_row_inputs(derive_scatters(*arguments, (*exchanges, *travels), chain), row_inputs),
             weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,
@@ -89,10 +94,12 @@ def constrain(draft: Draft) -> Draft:
             guarded=guarded_sites(suspects),
             kernels=(*kernels, *grids),
             deals=derive_deals(graph, layout.leaves, mesh),
+            travels=[travel for travel in travels if travel.in_boundary],
         ),
     )
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
     said = (*said, *deal_notes(graph, layout.leaves, mesh), *shared_notes(chain, mesh))
+    said = (*said, *expert_notes(graph, chain, layout.leaves, mesh, layout.batch_axes))
     said = (*said, *ragged_notes(graph, layout.leaves, mesh, layout.batch_axes))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from splitjax import _compat
+from splitjax.lower.products.experts import arrive, depart
 from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_deal import evaluate_deal
@@ -156,8 +157,22 @@ def _hooked(
 def _placed(
     layout: StepLayout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
 ) -> list[Any]:
-    """Evaluates an equation. Inside a boundary (`copies` given) products with split weights are evaluated as
-    exchanges."""
+    """Evaluates an equation. Inside a boundary (`copies` given) tokens travel to their experts, and what these make
+    travels back."""
+    if copies is not None:
+        travel = layout.sites.travels.get(site)
+        if travel is not None:
+            values[travel.data] = arrive(travel, values[travel.data], layout.where, copies)
+            results = _product(layout, eqn, values, site, hooks, copies)
+            return [depart(travel, results[0], layout.where)]
+    return _product(layout, eqn, values, site, hooks, copies)
+
+
+def _product(
+    layout: StepLayout, eqn: Any, values: list[Any], site: Site, hooks: Hooks | None, copies: Copies | None
+) -> list[Any]:
+    """Evaluates an equation whose operands lie where it wants them. Inside a boundary (`copies` given) products with
+    split weights are evaluated as exchanges."""
     if copies is not None:
         exchange, summed = layout.sites.exchanges.get(site), layout.sites.sums.get(site)
         if exchange is not None and fits(exchange, eqn):

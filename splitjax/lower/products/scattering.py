@@ -56,16 +56,29 @@ class _ScatteredProduct:
     @property
     def data_spec(self) -> PartitionSpec:
         """The data, in its examples."""
-        return PartitionSpec(*(None,) * self.scatter.example_dim, self.scatter.axes)
+        travel = self.scatter.travel
+        return self._lying(self.scatter.example_dim, None if travel is None else travel.data_dims[1])
 
     @property
     def out_spec(self) -> PartitionSpec:
         """The result, in its examples."""
-        return PartitionSpec(*(None,) * self.scatter.out_example_dim, self.scatter.axes)
+        travel = self.scatter.travel
+        return self._lying(self.scatter.out_example_dim, None if travel is None else travel.out_dims[1])
+
+    def _lying(self, example_dim: int, expert_dim: int | None) -> PartitionSpec:
+        """Returns the spec of a value with these dims of examples and, if any, of experts."""
+        parts: Parts = ((example_dim, self.scatter.axes),)
+        if self.scatter.travel is not None and expert_dim is not None:
+            parts += ((expert_dim, self.scatter.travel.axes),)
+        return _spec(1 + max(dim for dim, _ in parts), parts)
 
     def weight_spec(self, rank: int) -> PartitionSpec:
         """Returns the spec of the weight, of `rank` dims, as it is stored."""
-        return _spec(rank, self.scatter.stored)
+        return _spec(rank, self.scatter.experts, self.scatter.stored)
+
+    def whole_spec(self, rank: int) -> PartitionSpec:
+        """Returns the spec of the gathered weight, of `rank` dims: of experts, each device has its own."""
+        return _spec(rank, self.scatter.experts)
 
     @property
     def gathers_before(self) -> bool:
@@ -84,13 +97,14 @@ class _ScatteredProduct:
     def gathered_before(self, weight: jax.Array, cotangent: jax.Array | None = None) -> jax.Array:
         """Gathers a weight that is computed in parts, over the axes over which it is stored alone; for the backward
         pass tied to the `cotangent` of the result."""
-        kept, stored, out_kept = self.scatter.kept, self.scatter.stored, self.scatter.out_kept
+        kept, stored, out_kept = (*self.scatter.experts, *self.scatter.kept), self.scatter.stored, self.scatter.out_kept
         whole = _spec(weight.ndim, kept)
         specs = [_spec(weight.ndim, kept, stored)]
         operands = [weight]
         if cotangent is not None and out_kept is not None:
-            examples = ((self.scatter.out_example_dim, self.scatter.axes),)
-            specs.append(_spec(cotangent.ndim, examples, out_kept))
+            travel, examples = self.scatter.travel, ((self.scatter.out_example_dim, self.scatter.axes),)
+            experts = () if travel is None else ((travel.out_dims[1], travel.axes),)
+            specs.append(_spec(cotangent.ndim, examples, experts, out_kept))
             operands.append(cotangent)
         elif cotangent is not None:  # how it lies is not known: its first element is sent to all devices
             operands = [weight + _nothing(cotangent).astype(weight.dtype)]
@@ -134,7 +148,8 @@ def evaluate_scatter(
         data, weight = operands[scatter.data], operands[scatter.weight]
         for spec in scatter.pins:
             data = lax.with_sharding_constraint(data, named_sharding(where.mesh, spec))
-        axes = tuple(where.mesh.axis_names) if scatter.alone else scatter.axes
+        own = () if scatter.travel is None else scatter.travel.axes
+        axes = tuple(where.mesh.axis_names) if scatter.alone else (*scatter.axes, *own)
         if convolution is not None:
             shape = list(data.shape)
             shape[scatter.example_dim] //= MeshShape.of(where.mesh).size(axes)
@@ -158,11 +173,12 @@ def _forward(
 
     if product.gathers_before:
         whole = product.gathered_before(weight)
-        specs = product.data_spec, PartitionSpec()
+        specs = product.data_spec, product.whole_spec(weight.ndim)
         out = product.where.shard_map(product.local, product.axes, specs, product.out_spec)(data, whole)
         return out, (data, whole if product.keeps else weight)
     specs = (product.data_spec, product.weight_spec(weight.ndim))
-    out, whole = product.where.shard_map(local, product.axes, specs, (product.out_spec, PartitionSpec()))(data, weight)
+    out_specs = product.out_spec, product.whole_spec(weight.ndim)
+    out, whole = product.where.shard_map(local, product.axes, specs, out_specs)(data, weight)
     return out, (data, weight if whole is None else whole)
 
 
@@ -182,10 +198,11 @@ def _backward(
             to_data, (to_weight,) = None, jax.vjp(lambda weight: product.local(data, weight), weight)[1](cotangent)
         return to_data, to_weight[None]
 
-    out_specs = (product.data_spec if floating else None, PartitionSpec(scatter.axes))
+    whole = product.whole_spec(weight.ndim)
+    out_specs = (product.data_spec if floating else None, PartitionSpec(scatter.axes, *whole))
     if product.gathers_before and not product.keeps:
         weight = product.gathered_before(weight, cotangent)
-    weight_spec = PartitionSpec() if product.keeps or product.gathers_before else product.weight_spec(weight.ndim)
+    weight_spec = whole if product.keeps or product.gathers_before else product.weight_spec(weight.ndim)
     run = product.where.shard_map(local, product.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
     to_data, summands = run(data, weight, cotangent)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same
@@ -194,8 +211,8 @@ def _backward(
     add = product.where.shard_map(
         lambda summand: sum_into_parts(summand[0], scatter.parts, scatter.axes),
         product.where.mesh.axis_names,
-        (PartitionSpec(scatter.axes, *_spec(weight.ndim, scatter.kept)),),
-        _spec(weight.ndim, scatter.kept, scatter.parts),
+        (PartitionSpec(scatter.axes, *_spec(weight.ndim, scatter.experts, scatter.kept)),),
+        _spec(weight.ndim, scatter.experts, scatter.kept, scatter.parts),
     )
     return to_data if floating else np.zeros(data.shape, jax.dtypes.float0), add(summands)
 

@@ -19,10 +19,11 @@ All go by dim class: a dim is an example dim if its leading atom is, wherever it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
+from splitjax.primitives.walk import Site
 from splitjax.rules.match import divides
 from splitjax.trace.graph import Dim, Graph, Use
 
@@ -30,7 +31,11 @@ FREE = "?"
 
 
 def derive_constraints(
-    graph: Graph, leaves: Mapping[str, LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
+    graph: Graph,
+    leaves: Mapping[str, LeafPlan],
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
+    of_experts: Collection[Site] = (),
 ) -> tuple[Constraint, ...]:
     """Derives the constraints of every forward use of a weight that needs them, in program order.
 
@@ -40,6 +45,7 @@ def derive_constraints(
     - `leaves`: the plan's leaves by path.
     - `mesh`: the shape of the mesh.
     - `batch_axes`: the mesh axes over which replicated layers split the examples, major first.
+    - `of_experts`: sites of uses whose tokens travel, which have constraints of their own (`experts.py`).
     """
     constraints: list[Constraint] = []
     crossed = False
@@ -47,7 +53,9 @@ def derive_constraints(
         if use.backward or not use.editable or use.data is None:
             continue
         axes = mesh.present(spec_axes(leaves[use.param].spec))
-        if mesh.roles.store(axes):
+        if use.site in of_experts:
+            crossed = True
+        elif mesh.roles.store(axes):
             stored = " x ".join(axis for axis in axes if mesh.roles.store((axis,)))
             constraints += _gathered(graph, use, use.data, batch_axes, stored)
         elif set(axes) & set(batch_axes):

@@ -19,6 +19,7 @@ from splitjax.cost.transforms import LocalTransform
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
 from splitjax.planning.sites.dealing import LocalDeal
 from splitjax.planning.sites.exchange import Exchange, WeightUse
+from splitjax.planning.sites.experts import Travel
 from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.scatter import Scatter, Summed
@@ -36,6 +37,7 @@ class SiteDecisions:
     - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
     - `kernels`: kernels of which each device runs its part.
     - `deals`: fused weights whose columns devices deal out among themselves.
+    - `travels`: products whose tokens travel to their experts.
     """
 
     explicit: Sequence[Exchange | Scatter | Summed] = ()
@@ -47,6 +49,7 @@ class SiteDecisions:
     guarded: Collection[Site] = ()
     kernels: Sequence[LocalKernel] = ()
     deals: Sequence[LocalDeal] = ()
+    travels: Sequence[Travel] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ class SiteLayout:
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
     - `kernels`: kernels of which each device runs its part.
     - `deals`: fused weights whose columns devices deal out among themselves.
+    - `travels`: products whose tokens travel to their experts, inside of boundaries.
     """
 
     by_site: Mapping[Site, tuple[Constraint, ...]] = dataclasses.field(default_factory=dict)
@@ -79,11 +83,20 @@ class SiteLayout:
     guarded: frozenset[Site] = frozenset()
     kernels: Mapping[Site, LocalKernel] = dataclasses.field(default_factory=dict)
     deals: Mapping[Site, LocalDeal] = dataclasses.field(default_factory=dict)
+    travels: Mapping[Site, Travel] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def decided(self) -> frozenset[Site]:
         """Every site at which something is decided: an equation elsewhere, if it is no call, is bound as it is."""
-        products = (self.exchanges, self.sums, self.convolutions, self.transforms, self.kernels, self.deals)
+        products = (
+            self.exchanges,
+            self.sums,
+            self.convolutions,
+            self.transforms,
+            self.kernels,
+            self.deals,
+            self.travels,
+        )
         kinds = (self.by_site, self.names, *products)
         return self.rewritten.union(self.guarded, *kinds)
 
@@ -95,7 +108,7 @@ class SiteLayout:
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
         explicit, convolutions = decided.explicit, decided.convolutions
-        locally = (*convolutions, *decided.transforms, *decided.kernels, *decided.deals)
+        locally = (*convolutions, *decided.transforms, *decided.kernels, *decided.deals, *decided.travels)
         own_sites = (decision.site for decision in (*explicit, *locally))
         sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
         return cls(
@@ -111,6 +124,7 @@ class SiteLayout:
             guarded=frozenset(decided.guarded),
             kernels={kernel.site: kernel for kernel in decided.kernels},
             deals={deal.site: deal for deal in decided.deals},
+            travels={travel.site: travel for travel in decided.travels},
         )
 
     def without(self, manual: Sequence[str]) -> SiteLayout:

@@ -24,6 +24,7 @@ from splitjax.cost.flow import WeightFlow, used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
 from splitjax.planning.sites.exchange import STAY, Exchange
+from splitjax.planning.sites.experts import Travel
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
@@ -50,6 +51,8 @@ class Scatter:
     - `out_kept`: dims of the result that are split as `kept` has them; None where tracing does not tell them apart.
     - `alone`: whether each device computes it whole over all other axes: what it makes are heads that devices share.
     - `pins`: the layouts that its data is pinned to, one after the other, before it is evaluated (`row_inputs.py`).
+    - `travel`: how its tokens lie where it is a product with experts that are split over axes of the batch: `axes` are
+      those that are left then.
     """
 
     site: tuple[int, ...]
@@ -65,6 +68,12 @@ class Scatter:
     out_kept: Parts | None = None
     alone: bool = False
     pins: tuple[Spec, ...] = ()
+    travel: Travel | None = None
+
+    @property
+    def experts(self) -> Parts:
+        """The dim of the weight's experts, with the axes over which they are split; none where it has none that are."""
+        return () if self.travel is None else ((self.travel.weight_dim, self.travel.axes),)
 
     def fits(self, eqn: Any) -> bool:
         """Returns whether the equation `eqn` treats examples one by one, so that a device can evaluate it for its
@@ -101,7 +110,7 @@ def derive_scatters(
     mesh: MeshShape,
     batch_axes: tuple[str, ...],
     replicated_batch: str,
-    exchanges: Sequence[Exchange],
+    told: Sequence[Exchange | Travel],
     chain: Sequence[WeightFlow],
 ) -> tuple[Exchange | Scatter | Summed, ...]:
     """Derives the operations of a step whose gradients are summed into parts.
@@ -112,11 +121,13 @@ def derive_scatters(
     - `mesh`: the shape of the mesh.
     - `batch_axes`: the mesh axes that split the batch, major first.
     - `replicated_batch`: over which axes replicated layers split it, as the plan has it.
-    - `exchanges`: the products with split weights. `chain`: the flows of the step.
+    - `told`: the products with split weights whose collectives are written out, and those whose tokens travel to
+      experts. `chain`: the flows of the step.
 
     Returns the exchanges, those with split gradients marked so; the products with weights that are used whole and whose
     gradient is split, as their state is or they are themselves; biases and scales.
     """
+    exchanges = [each for each in told if isinstance(each, Exchange)]
     planned = {
         leaf.path: leaf
         for leaf in leaves
@@ -132,10 +143,12 @@ def derive_scatters(
         parts = gained_dims(graph, use.weight_dims, leaf, exchange.rest) if leaf is not None else ()
         products.append(dataclasses.replace(exchange, scatter=parts))
     taken = {exchange.site for exchange in exchanges}
+    travel_at = {each.site: each for each in told if isinstance(each, Travel)}
     alone = {flow.use.site for flow in chain if flow.shared is not None}
     for use in graph.uses:
         if use.site not in taken and use.param in planned:
-            scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, replicated_batch)
+            stored = stored_axes(planned[use.param], mesh, batch_axes, replicated_batch)
+            scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, stored, travel_at.get(use.site))
             products += [] if scatter is None else [dataclasses.replace(scatter, alone=use.site in alone)]
     return (*products, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges))
 
@@ -247,10 +260,19 @@ def updated_in_parts(
 
 
 def _scatter(
-    graph: Graph, use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
+    graph: Graph,
+    use: Use,
+    leaf: LeafPlan,
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
+    stored_over: tuple[str, ...],
+    travel: Travel | None,
 ) -> Scatter | None:
-    """Returns the sum of a use's gradient into parts; None where it is left to XLA."""
-    inside = stored_axes(leaf, mesh, batch_axes, replicated_batch)
+    """Returns the sum of a use's gradient into parts; None where it is left to XLA. `stored_over`: the batch axes over
+    which its weight is stored in parts."""
+    experts = () if travel is None else travel.axes
+    batch_axes = tuple(axis for axis in batch_axes if axis not in experts)
+    inside = tuple(axis for axis in stored_over if axis not in experts)
     of_group = (set(leaf.axes) & set(batch_axes)) - set(inside)
     is_lookup = OPERATIONS[use.primitive].has(Trait.LOOKUP)
     if not use.in_boundary or not use.editable or use.backward or use.data is None or (of_group and not is_lookup):
@@ -270,7 +292,8 @@ def _scatter(
     if use.data_shape[example_dim] % num or use.out_shape[out_example_dim] != use.data_shape[example_dim]:
         return None
     stored = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis in inside)))
-    kept = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis not in inside)))
+    apart = (*inside, *experts)
+    kept = tuple((dim, own) for dim, axes in split if (own := tuple(axis for axis in axes if axis not in apart)))
     out_kept = _kept_in_result(graph, use, kept)
     if leaf.gradient is not None and not gained and gradient_gains(leaf):
         return None
@@ -288,6 +311,7 @@ def _scatter(
         kept,
         stored,
         out_kept,
+        travel=travel,
     )
 
 
@@ -373,10 +397,15 @@ def _example_dim(graph: Graph, dims: Sequence[Dim]) -> int | None:
 
 def _fits_dot(scatter: Scatter, eqn: Any) -> bool:
     contract, batch = eqn.params["dimension_numbers"]
-    if batch[scatter.data] or scatter.example_dim in contract[scatter.data]:
+    if scatter.example_dim in (*contract[scatter.data], *batch[scatter.data]):
         return False
-    free = [[d for d in range(len(eqn.invars[side].aval.shape)) if d not in contract[side]] for side in (0, 1)]
-    before = len(free[0]) if scatter.data == 1 else 0
+    # Experts: each device has its own, or all of them.
+    own = () if scatter.travel is None else (scatter.travel.weight_dim,)
+    if tuple(batch[scatter.weight]) != own and not {dim for dim, _ in scatter.kept}.isdisjoint(batch[scatter.weight]):
+        return False
+    taken = [(*contract[side], *batch[side]) for side in (0, 1)]
+    free = [[d for d in range(len(eqn.invars[side].aval.shape)) if d not in taken[side]] for side in (0, 1)]
+    before = len(batch[0]) + (len(free[0]) if scatter.data == 1 else 0)
     return scatter.out_example_dim == before + free[scatter.data].index(scatter.example_dim)
 
 
