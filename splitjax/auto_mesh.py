@@ -6,6 +6,7 @@ What a user asks for and a number of devices come in, shapes of meshes come out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar
 
@@ -32,7 +33,8 @@ class AutoMesh:
       and lowered, and does not run.
     - `axes`: their names, the major one first. What is searched are all sizes whose product is the number of devices,
       1 included, so that a step may name each of these axes on whatever mesh is chosen. Meshes of `data` and `model`
-      may have a third axis between these, `fsdp` or `expert`; those of axes that you name have these alone.
+      may have a third axis between these, `fsdp` or `expert`, and the order of their axes is chosen where slow links
+      join hosts, which the major axes cross; those of axes that you name have these alone, in your order.
 
     Raises `MeshError` for other numbers and names."""
 
@@ -85,6 +87,19 @@ class AutoMesh:
         experts = [shape for shape in _shapes((data, _EXPERT, model), num_devices) if shape.size((_EXPERT,)) > 1]
         divides = lambda shape: all(count % shape.size((_EXPERT,)) == 0 for count in num_experts)
         return (*stored, *(shape for shape in experts if num_experts and divides(shape)))
+
+    def orders(self, shape: MeshShape) -> tuple[MeshShape, ...]:
+        """Returns the meshes of the axes and sizes of a `shape` that stand in another order: none where axes were
+        named. Axes of one device keep their places."""
+        if self.axes != _AXES:
+            return ()
+        wide = [axis for axis, size in shape.axes if size > 1]
+        found = []
+        for order in itertools.permutations(wide):
+            moved = iter(order)
+            names = (next(moved) if size > 1 else axis for axis, size in shape.axes)
+            found.append(dataclasses.replace(shape, axes=tuple((axis, shape.sizes[axis]) for axis in names)))
+        return tuple(found[1:])
 
 
 def mesh_asked_for(mesh: T | AutoWord) -> T | AutoMesh:

@@ -1,6 +1,7 @@
 """Chooses the rules of a step by predicted seconds, within a budget of memory, by `splitjax.search`."""
 
 from splitjax.auto_mesh import AutoMesh, mesh_asked_for, mesh_shapes
+from splitjax.choosing.axis_orders import other_orders
 from splitjax.choosing.choice import MICROBATCHES, Answer, Candidate, Choice, Refused, Variable
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
 from splitjax.choosing.domain import num_experts
@@ -29,6 +30,7 @@ __all__ = [
     "mesh_asked_for",
     "mesh_shapes",
     "num_experts",
+    "other_orders",
     "over_budget",
     "rank",
     "trade_off",

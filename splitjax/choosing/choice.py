@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from splitjax.choosing.axis_orders import Crossing, told
 from splitjax.display import registry
 from splitjax.display.figures import bytes_text
 from splitjax.mesh import MeshShape
@@ -149,6 +150,7 @@ class Choice:
     - `budget_bytes`: of a device; infinity without one.
     - `given`: the name of the rules where they were given; empty where they were chosen.
     - `also`: the other options that were left to be chosen: `shard_state`, `microbatches`.
+    - `crossings`: which axes of a mesh cross slow links, between hosts, slices or processes; empty where none do.
     """
 
     best: Candidate
@@ -161,6 +163,7 @@ class Choice:
     budget_bytes: float = math.inf
     given: str = ""
     also: tuple[str, ...] = ()
+    crossings: tuple[Crossing, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -255,6 +258,7 @@ class Choice:
         yield f"{chosen} chose {by}: predicted {_told(best)}"
         if len(self.meshes) > 1:
             yield from self._about_meshes()
+            yield from self._about_order()
         if not self.given:
             yield from self._about_rules()
         if STATE in self.also:
@@ -278,6 +282,25 @@ class Choice:
             if best is None and mesh not in self.passed_over:
                 why = next((each.why for each in self.refused if each.mesh == mesh), "it takes no rules")
                 yield f"no layout on {mesh}: {why}"
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that was taken that cross slow links, between hosts, slices or processes."""
+        return dict(self.crossings).get(self.mesh, ())
+
+    def _about_order(self) -> Iterator[str]:
+        """Says which axes cross the slow links, and what the best of the other orders of the same axes takes."""
+        if not self.slow_axes:
+            return
+        crossings = dict(self.crossings)
+        others = (each for each in crossings if each != self.mesh and sorted(each.axes) == sorted(self.mesh.axes))
+        found = [each for each in map(self.best_of, others) if each is not None]
+        named = (
+            f"{told(each.mesh, crossings[each.mesh])} on {each.mesh}, {_told(each)}"
+            + (f" by {each.name}" if not self.given else "")
+            for each in found
+        )
+        yield "; ".join((f"order of the axes: {told(self.mesh, self.slow_axes)}", *named))
 
     def _about_rules(self) -> Iterator[str]:
         best, proof = self.best, self.proof

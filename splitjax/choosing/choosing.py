@@ -4,7 +4,8 @@ A traced graph, meshes and the prices of a machine come in as a `Pricing` each, 
 search and every shipped rule set is predicted as a whole, and the best of them is taken: a choice is never worse than a
 shipped rule set, by the prediction. Meshes whose lower bound is above the best so far are dropped. Meshes with a third
 axis, for storage or for experts, come behind those of which they divide an axis, the most promising first, and so many
-at most.
+at most. Where slow links join hosts, meshes are compared with their axes in other orders, too (`axis_orders`): of two
+axes with a search of their own, of three by the rules of the best few.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.auto_mesh import AutoMesh
+from splitjax.choosing.axis_orders import crossing, other_orders
 from splitjax.choosing.choice import MICROBATCHES, STATE, Answer, Candidate, Choice, Refused
 from splitjax.choosing.domain import batch_modes, groups_of, num_experts, speaks_of
 from splitjax.choosing.layering import Pricing, answers, laid_out
@@ -65,9 +67,14 @@ def choose_mesh(
     """Chooses the mesh of `num_devices` devices and the rules of a step. `prices`: of the machine under a mesh. The
     others are those of `choose_rules`, as is what it raises."""
     asked, priced = AutoMesh(), lambda mesh: Pricing(graph, mesh, prices(mesh), {}, backward)
-    pricings = list(map(priced, asked.shapes(num_devices)))
-    further = list(map(priced, asked.further(num_devices, num_experts(graph))))
-    choice = rank(pricings, further=further, budget_bytes=budget_bytes, effort=effort)
+    shapes, further = asked.shapes(num_devices), asked.further(num_devices, num_experts(graph))
+    choice = rank(
+        list(map(priced, (*shapes, *other_orders(asked, shapes, prices)))),
+        further=list(map(priced, further)),
+        reordered=list(map(priced, other_orders(asked, further, prices))),
+        budget_bytes=budget_bytes,
+        effort=effort,
+    )
     return _fitting(choice, graph.num_examples)
 
 
@@ -75,6 +82,7 @@ def rank(
     pricings: Sequence[Pricing],
     *,
     further: Sequence[Pricing] = (),
+    reordered: Sequence[Pricing] = (),
     rules: RuleSet | None = None,
     refused: Sequence[Refused] = (),
     budget_bytes: float = math.inf,
@@ -84,14 +92,15 @@ def rank(
     figures of what each candidate needs.
 
     **Arguments:** `pricings`: of the step on each mesh; those with sharded state behind those without, where both are
-    compared. `further`: of those with a third axis. `rules`: those that were given, which are compared on every mesh;
-    None to choose them too. `refused`: what was no candidate before anything was priced. `budget_bytes`: of a device,
-    which the search holds by a sum; infinity without one. `effort`: as for `choose_rules`.
+    compared. `further`: of those with a third axis; `reordered`: of these with their axes in other orders. `rules`:
+    those that were given, which are compared on every mesh; None to choose them too. `refused`: what was no candidate
+    before anything was priced. `budget_bytes`: of a device, which the search holds by a sum; infinity without one.
+    `effort`: as for `choose_rules`.
 
     Raises what `rules.assign` raises where there is no candidate at all."""
     candidates: list[Candidate] = []
     not_taken: list[tuple[Refused, SplitjaxError]] = []
-    sets = tuple(map(load_rules, available())) if rules is None else (rules,)
+    sets, effort = tuple(map(load_rules, available())) if rules is None else (rules,), effort or Effort()
     for pricing in (*pricings, *further):
         for found in _given(pricing, sets if pricing in pricings else _apart(pricing, sets)):
             if isinstance(found, Candidate):
@@ -102,7 +111,6 @@ def rank(
     dropped: tuple[MeshShape, ...] = ()
     promising: list[Pricing] = []
     if rules is None:
-        effort = effort or Effort()
         searched, dropped = _searched(pricings, candidates, budget_bytes, effort)
         candidates += [each.candidate for each in searched]
         promising = _promising(pricings, further, candidates, budget_bytes)
@@ -110,24 +118,52 @@ def rank(
         candidates += [each.candidate for each in more]
         searched, dropped = [*searched, *more], (*dropped, *also_dropped)
         candidates += _other_ways((*pricings, *promising), candidates)
+    candidates += _in_other_orders(reordered, candidates, budget_bytes)
+    if rules is None and (best := _best(candidates, budget_bytes)) is not None:
+        there, _ = _searched([each for each in reordered if each.mesh == best.mesh], candidates, budget_bytes, effort)
+        candidates, searched = [*candidates, *(each.candidate for each in there)], [*searched, *there]
     if not candidates:
         raise not_taken[0][1]
     candidates = list(_telling(candidates))
-    fitting = [each for each in candidates if each.fits(budget_bytes)]
-    # Where nothing fits, what needs least is the best.
-    best = min(fitting, key=lambda each: each.seconds, default=None) or min(candidates, key=lambda x: x.peak_bytes)
+    best = _best(candidates, budget_bytes)
+    assert best is not None, "there are candidates"
+    tried = [each for each in reordered if any(each.mesh == other.mesh for other in candidates)]
+    compared = (*pricings, *further, *tried)
     return Choice(
         best,
         tuple(sorted(candidates, key=lambda each: each.seconds)),
         tuple(searched),
         tuple(dict.fromkeys((*refused, *(each for each, _ in not_taken)))),
-        tuple(dict.fromkeys((*(each.mesh for each in (*pricings, *further)), *(each.mesh for each in refused)))),
+        tuple(dict.fromkeys((*(each.mesh for each in compared), *(each.mesh for each in refused)))),
         dropped,
         tuple(dict.fromkeys(each.mesh for each in further if each not in promising)) if rules is None else (),
         budget_bytes,
         given="" if rules is None else rules.name,
         also=(STATE,) if len({each.shards_state for each in pricings}) > 1 else (),
+        crossings=tuple(dict.fromkeys(crossing(each.mesh, each.prices) for each in compared if each.prices.slow_axes)),
     )
+
+
+def _best(candidates: Sequence[Candidate], budget_bytes: float) -> Candidate | None:
+    """Returns the fastest of the candidates that fit; where none does, the one that needs least. None for none."""
+    fitting = [each for each in candidates if each.fits(budget_bytes)]
+    fastest = min(fitting, key=lambda each: each.seconds, default=None)
+    return fastest or min(candidates, key=lambda each: each.peak_bytes, default=None)
+
+
+def _in_other_orders(
+    reordered: Sequence[Pricing], candidates: Sequence[Candidate], budget_bytes: float
+) -> list[Candidate]:
+    """Returns the best few candidates on meshes that are `reordered` with their axes in the other orders, those that
+    fit before others."""
+    sizes = {_wide(each.mesh) for each in reordered}
+    there = [each for each in candidates if _wide(each.mesh) in sizes]
+    return [
+        pricing.candidate(each.rules, laid_out(pricing, each.rules))
+        for each in sorted(there, key=lambda each: (not each.fits(budget_bytes), each.seconds))[:_FURTHER]
+        for pricing in reordered
+        if _wide(pricing.mesh) == _wide(each.mesh) and pricing.shards_state == each.shards_state
+    ]
 
 
 def _searched(
@@ -189,7 +225,7 @@ def _promising(
     for each in known:
         sizes = _wide(each.mesh)
         best[sizes] = min(best.get(sizes, _NONE), (not each.fits(budget_bytes), each.seconds))
-    undivided = {_wide(each.mesh): each for each in pricings}
+    undivided = {_wide(each.mesh): each for each in reversed(pricings)}  # with the axis for data first
     found: list[Pricing] = []
     for role in (Role.STORAGE, Role.EXPERT):
         ranked = []

@@ -32,7 +32,7 @@ def in_turn(
         if fitting and (most is None or len(lowered) >= most):
             return
         is_first_of_its_name = candidate.rules.name not in {each.rules.name for each in fitting}
-        alike = sum(each.mesh.names == candidate.mesh.names for each in fitting)
+        alike = sum(set(each.mesh.names) == set(candidate.mesh.names) for each in fitting)
         is_among_few = alike < (_FEW if len(candidate.mesh.names) < 3 else _FEW_OF_THREE_AXES)
         if candidate.state_bytes <= budget and (is_among_few or is_first_of_its_name):
             yield candidate
@@ -107,7 +107,7 @@ def _following(choice: Choice, lowered: list[Candidate], most: int) -> Iterator[
         fastest = next(each for each in fitting if each.best_known_seconds == before)
         for candidate in _distinct(choice.candidates):
             known = any(candidate.is_as(each) for each in lowered)
-            alike = candidate.name == fastest.name and candidate.mesh.names == fastest.mesh.names
+            alike = candidate.name == fastest.name and set(candidate.mesh.names) == set(fastest.mesh.names)
             if alike and not known and candidate.state_bytes <= choice.budget_bytes:
                 found = True
                 yield candidate

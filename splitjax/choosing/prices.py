@@ -43,12 +43,14 @@ class Prices:
 
     - `flops_per_second`: of a device. `memory_bytes_per_second`: of its main memory.
     - `link`: what carries an axis of the mesh; `links`: of axes of which more is known, by name.
+    - `slow_axes`: those that cross slow links, between hosts, slices or processes.
     """
 
     flops_per_second: float
     memory_bytes_per_second: float
     link: Link
     links: Mapping[str, Link] = dataclasses.field(default_factory=dict)
+    slow_axes: frozenset[str] = frozenset()
 
     @classmethod
     def of_platform(cls, platform: str) -> Prices:
@@ -65,10 +67,12 @@ class Prices:
         size."""
         if not target.kind.peak_flops:
             return cls.of_platform(target.kind.platform)
-        found = {axis: route.link for axis, route in routes(target, dict(mesh.axes)).items()}
+        taken = routes(target, dict(mesh.axes))
+        found = {axis: route.link for axis, route in taken.items()}
+        slow = frozenset(axis for axis, route in taken.items() if route.is_slow)
         kind = DEVICES[target.kind.name]
         peak = kind.flops_per_second("bfloat16")
-        return cls(peak, kind.memory_bytes_per_second, kind.fabric.link, found)
+        return cls(peak, kind.memory_bytes_per_second, kind.fabric.link, found, slow)
 
     @classmethod
     def of_calibration(cls, calibration: Calibration, mesh: MeshShape) -> Prices:
@@ -87,6 +91,7 @@ class Prices:
             _LARGE / calibration.seconds(OperationKind.ELEMENTWISE, _LARGE),
             _CPU_LINK,
             links,
+            frozenset(axis for axis in links if machine.crosses_processes(axis)),
         )
 
     def seconds(self, prediction: Prediction) -> float:

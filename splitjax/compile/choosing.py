@@ -29,12 +29,14 @@ from splitjax.choosing import (
     AutoMesh,
     Candidate,
     Choice,
+    Prices,
     Pricing,
     Refused,
     in_turn,
     laid_out,
     may_fit,
     num_experts,
+    other_orders,
     over_budget,
     rank,
 )
@@ -115,8 +117,11 @@ def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: B
 def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
     """Chooses, and builds what was chosen. Raises what `build_chosen` raises."""
     budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
-    pricings, further, refused = places.priced()
-    choice = rank(pricings, further=further, rules=rules, refused=refused, budget_bytes=budget)
+    priced = places.priced()
+    choice = rank(
+        priced.pricings, further=priced.further, reordered=priced.reordered, rules=rules, refused=priced.refused,
+        budget_bytes=budget,
+    )  # fmt: skip
     if recipe.chooses_microbatches:
         choice = places.with_microbatches(choice)
     is_timed = recipe.calibration is not None or (recipe.target is not None and bool(recipe.target.kind.peak_flops))
@@ -204,6 +209,20 @@ def _most_bytes(entry: CompiledEntry) -> int:
     return memory.peak_bytes if memory.bound_bytes is None else memory.bound_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class _Priced:
+    """Holds the step on every mesh with its prices.
+
+    **Attributes:** `pricings`: on those of two axes. `further`: on those with a third axis; `reordered`: on these with
+    their axes in other orders. `refused`: the meshes on which it cannot be what the user pinned.
+    """
+
+    pricings: list[Pricing]
+    further: list[Pricing]
+    reordered: list[Pricing]
+    refused: list[Refused]
+
+
 class _Places:
     """The meshes on which a call can be laid out, with the call traced for each.
 
@@ -221,40 +240,47 @@ class _Places:
         else:
             self._traced, self._names_axes = trace_step(recipe, bound, mesh=asked), False
             shapes, further = (MeshShape.of(asked),), ()
+        if isinstance(asked, AutoMesh):
+            shapes = (*shapes, *other_orders(asked, shapes, self._prices))
+        reordered = other_orders(asked, further, self._prices) if isinstance(asked, AutoMesh) else ()
         self._shapes = [shape.with_roles(recipe.roles) for shape in shapes]
         self._further = [shape.with_roles(recipe.roles) for shape in further]
+        self._reordered = [shape.with_roles(recipe.roles) for shape in reordered]
         self.graph = self._traced.graph
         self._why_whole = why_not_in_microbatches(self._traced.jaxpr)
         self._pricings: list[Pricing] = []
 
     def kept(self) -> KeptChoice | None:
         """Returns where the choice is kept between processes; None where it is not."""
-        there = str([*self._shapes, *self._further])
+        there = str([*self._shapes, *self._further, *self._reordered])
         if self._fixed is None:
             there += f" {jax.default_backend()} {len(jax.devices())}"
         return KeptChoice.of(self._recipe, self._asked, self._traced, there)
 
-    def priced(self) -> tuple[list[Pricing], list[Pricing], list[Refused]]:
+    def _prices(self, shape: MeshShape) -> Prices:
+        return prices_for(self._fixed, shape, self._recipe.target, self._recipe.calibration)
+
+    def priced(self) -> _Priced:
         """Returns the step on each mesh with the prices of its machine, with and without sharded state where that is
-        chosen, those with a third axis apart, and the meshes on which it cannot be what the user pinned."""
+        chosen."""
         pricings: list[Pricing] = []
         errors: list[tuple[MeshShape, PinError]] = []
-        for shape in (*self._shapes, *self._further):
+        for shape in (*self._shapes, *self._further, *self._reordered):
             try:
                 pins = resolve(self._traced_on(shape).said, self.graph, shape).by_path
             except PinError as error:
                 errors.append((shape, error))
             else:
-                prices = prices_for(self._fixed, shape, self._recipe.target, self._recipe.calibration)
+                prices = self._prices(shape)
                 for shards in (False, True) if self._recipe.chooses_state else (self._recipe.shard_state,):
                     backward, number = self._recipe.returns_state, self._recipe.microbatches or 1
                     pricings.append(Pricing(self.graph, shape, prices, pins, backward, shards, number))
         if not pricings:
             raise errors[0][1]
         self._pricings = pricings
-        further = [each for each in pricings if each.mesh in self._further]
+        of = lambda shapes: [each for each in pricings if each.mesh in shapes]
         refused = [Refused("any", shape, str(error).splitlines()[0]) for shape, error in errors]
-        return [each for each in pricings if each not in further], further, refused
+        return _Priced(of(self._shapes), of(self._further), of(self._reordered), refused)
 
     @property
     def may_divide(self) -> bool:

@@ -37,7 +37,7 @@ from splitjax.step.traced import Traced
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
-FORMAT = 3
+FORMAT = 4
 # Of a value whose text is not the same in another process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Axes = tuple[tuple[str, int], ...]
@@ -92,6 +92,7 @@ class _Kept:
     passed_over: tuple[Axes, ...]
     given: str
     also: tuple[str, ...]
+    crossings: tuple[tuple[Axes, tuple[str, ...]], ...]
 
 
 _JSON: Codec[_Kept] = Codec(_Kept, PlanError, Wording.of_result("a kept choice", "choice"), format=FORMAT, finite=True)
@@ -188,6 +189,7 @@ class KeptChoice:
             self.budget_bytes,
             document.given,
             document.also,
+            tuple((mesh(axes), slow) for axes, slow in document.crossings),
         )  # fmt: skip
 
 
@@ -223,6 +225,7 @@ def _document(choice: Choice, key: str) -> _Kept:
         axes(choice.passed_over),
         choice.given,
         choice.also,
+        tuple((mesh.axes, slow) for mesh, slow in choice.crossings),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 from splitjax.choosing import Candidate, Choice
+from splitjax.choosing.axis_orders import told
 from splitjax.choosing.choice import listed
 from splitjax.display.document import Column, Document, Pairs, Paragraph, Part, Section, Table
 from splitjax.display.figures import bytes_text, seconds_text, share_text
@@ -21,6 +22,8 @@ def choice_document(choice: Choice) -> Document:
     facts.append(("predicted", (f"{seconds_text(best.program_seconds or best.seconds)} a step",)))
     if not math.isinf(choice.budget_bytes):
         facts.append(("budget of a device", (bytes_text(int(choice.budget_bytes)),)))
+    if choice.slow_axes:
+        facts.append(("order of the axes", (told(choice.mesh, choice.slow_axes),)))
     if choice.proof is not None:
         facts.append(("certified gap", (share_text(choice.gap) if choice.gap else "none: proven best of its sum",)))
     rows = tuple(_row(choice, each) for each in choice.candidates[:_NUM_ROWS])
