@@ -17,12 +17,12 @@ bytes (the tests hold the sum of the prediction against this formula):
 - beside the formula, split dims that a Fourier transform needs whole (`cost.transforms`).
 
 An output that no later layer reads stays as it is: the loss is computed where it lies, and what it reduces of split
-columns is sent for each example. Not predicted: what XLA makes of ragged products, which it does not divide
-(`planning.sites.ragged`); and, because small: scalars, norms and batch-norm statistics, ids. What rematerialisation
-repeats is sent once more, in the backward pass. Where the collectives are left to XLA (no gradient boundary, or not a
-plain product: see `planning.sites.exchange`), compilers write an all-reduce for each reduce-scatter (twice the bytes),
-one per cotangent for several layers that read one input (q, k, v) where one of the sum would do, and keep a gathered
-weight from the forward for the backward pass.
+columns is sent for each example. Not predicted: what XLA makes of sorting tokens for ragged products, and of these
+where their weights are not stored in parts (`planning.sites.ragged`); and, because small: scalars, norms and batch-norm
+statistics, ids. What rematerialisation repeats is sent once more, in the backward pass. Where the collectives are left
+to XLA (no gradient boundary, or not a plain product: see `planning.sites.exchange`), compilers write an all-reduce for
+each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input (q, k, v) where one of
+the sum would do, and keep a gathered weight from the forward for the backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.flow import Axes, Setting, WeightFlow, linked, stays_dealt, used_axes
+from splitjax.cost.flow import RAGGED, Axes, Setting, WeightFlow, linked, stays_dealt, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
@@ -48,8 +48,6 @@ _BYTES = {
 }
 # What `_activations` gives for crossings, where a worker's examples go to, or come from, the rest of its group.
 _CROSSINGS = frozenset({Kind.ENTER_COLUMNS, Kind.RETURN_COLUMNS, Kind.ENTER_ROWS, Kind.RETURN_ROWS})
-# Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
-RAGGED = "ragged_dot_general"
 # (op, axes, bytes that the op's formula takes, what it is for)
 Event = tuple[str, Axes, int, Purpose]
 

@@ -25,6 +25,8 @@ from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Graph, Leaf, Reduction, Use
 
 Axes = tuple[str, ...]
+# Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
+RAGGED = "ragged_dot_general"
 _ROLES = ("contracted", "free", "stacked", "whole")
 
 
@@ -135,7 +137,7 @@ class UseLinks:
     - `reductions`: those over the columns of its output, where its weight has one dim of these.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
-      gradient is taken. A backward pass that plain JAX traced would gather them.
+      gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
     """
 
     use: Use
@@ -193,7 +195,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 same_value=tuple(j for j in others if uses[j].param != use.param),
                 reductions=tuple(reductions.get(i, ())),
                 heads=heads.get(i),
-                deals=use.in_boundary or use.param not in derived,
+                deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
             )
         )
         for label in writes[i]:

@@ -74,6 +74,7 @@ def constrain(draft: Draft) -> Draft:
     constraints = (*constraints, *around, *remedies.constraints, *calls)
     split_sites = {suspect.site for of_defect in suspects.values() for suspect in of_defect}
     exchanges = derive_exchanges(graph, chain, layout.leaves, mesh, layout.batch_axes)
+    products = derive_scatters(*arguments, (*exchanges, *travels), chain)
     kernels = derive_kernels(graph, sharded, mesh)
     row_inputs = pin_row_inputs(graph, chain, layout.leaves)
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
@@ -85,7 +86,7 @@ def constrain(draft: Draft) -> Draft:
             *pin_gradients(graph, layout.leaves, sharded),
         ),
         SiteDecisions(
-            with_row_inputs(derive_scatters(*arguments, (*exchanges, *travels), chain), row_inputs),
+            with_row_inputs(products, row_inputs),
             weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,
@@ -100,7 +101,8 @@ def constrain(draft: Draft) -> Draft:
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
     said = (*said, *deal_notes(graph, layout.leaves, mesh), *shared_notes(chain, mesh))
     said = (*said, *expert_notes(graph, chain, layout.leaves, mesh, layout.batch_axes))
-    said = (*said, *ragged_notes(graph, layout.leaves, mesh, layout.batch_axes))
+    divided = {product.site for product in products}
+    said = (*said, *ragged_notes(graph, layout.leaves, mesh, layout.batch_axes, divided))
     notes = (note for note in said if note not in draft.notes)  # a pinned plan has them already
     gathered = (*(f"{op.primitive} at {op.source}" for op in unknown), *whole)
     return dataclasses.replace(draft, constraints=constraints, gathered=gathered, flows=chain, sites=sites).noting(

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
+from splitjax.cost.flow import RAGGED
 from splitjax.lower.products.groups import scope, sum_into_parts
 from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.mesh import MeshShape
@@ -116,14 +117,22 @@ class _ScatteredProduct:
 
         return self.where.shard_map(local, self.where.mesh.axis_names, tuple(specs), whole)(*operands)
 
-    def local(self, data: jax.Array, weight: jax.Array) -> jax.Array:
-        """Evaluates the product of a device's examples with the whole weight."""
+    def local(self, data: jax.Array, weight: jax.Array, *sizes: jax.Array) -> jax.Array:
+        """Evaluates the product of a device's examples with the whole weight. `sizes`: of a ragged product, those of
+        the groups of all devices' rows."""
         operands = (weight, data) if self.scatter.weight == 0 else (data, weight)
+        operands += tuple(self._own_sizes(each, data.shape[self.scatter.example_dim]) for each in sizes)
         if self.convolution is not None and self.axes == self.scatter.axes:
             return evaluate_local(
                 self.convolution, self.eqn, operands, MeshContext(self.where.mesh, self.scatter.axes)
             )[0]
         return _compat.bind_equation(self.eqn, operands)[0]
+
+    def _own_sizes(self, sizes: jax.Array, num_rows: int) -> jax.Array:
+        """Returns how many of a device's `num_rows` rows are in each group, of which all devices' rows have `sizes`."""
+        first = lax.axis_index(self.scatter.axes).astype(sizes.dtype) * num_rows
+        ends = jnp.clip(jnp.cumsum(sizes) - first, 0, num_rows)
+        return jnp.diff(ends, prepend=jnp.clip(-first, 0, num_rows)[None])
 
 
 def evaluate_scatter(
@@ -146,6 +155,7 @@ def evaluate_scatter(
     """
     with jax.named_scope(scope("product", scatter.layer)):
         data, weight = operands[scatter.data], operands[scatter.weight]
+        sizes = operands[2:] if eqn.primitive.name == RAGGED else ()
         for spec in scatter.pins:
             data = lax.with_sharding_constraint(data, named_sharding(where.mesh, spec))
         own = () if scatter.travel is None else scatter.travel.axes
@@ -155,45 +165,53 @@ def evaluate_scatter(
             shape[scatter.example_dim] //= MeshShape.of(where.mesh).size(axes)
             if is_whole(convolution, eqn, (tuple(shape), weight.shape), MeshContext(where.mesh, axes)):
                 axes = tuple(where.mesh.axis_names)
-        return [multiply(_ScatteredProduct(scatter, where, eqn, rematerialised, convolution, axes), data, weight)]
+        return [
+            multiply(_ScatteredProduct(scatter, where, eqn, rematerialised, convolution, axes), data, weight, *sizes)
+        ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(product: _ScatteredProduct, data: jax.Array, weight: jax.Array) -> jax.Array:
-    """Evaluates `product` of whole `data` and `weight`, each device's examples by themselves."""
-    return _forward(product, data, weight)[0]
+def multiply(product: _ScatteredProduct, data: jax.Array, weight: jax.Array, *sizes: jax.Array) -> jax.Array:
+    """Evaluates `product` of whole `data` and `weight`, each device's examples by themselves. `sizes`: as for
+    `_ScatteredProduct.local`."""
+    return _forward(product, data, weight, *sizes)[0]
 
 
 def _forward(
-    product: _ScatteredProduct, data: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    def local(data: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    product: _ScatteredProduct, data: jax.Array, weight: jax.Array, *sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def local(data: jax.Array, weight: jax.Array, *sizes: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         whole = product.gathered(weight)
-        return product.local(data, whole), whole if product.keeps else None
+        return product.local(data, whole, *sizes), whole if product.keeps else None
+
+    everywhere = (PartitionSpec(),) * len(sizes)
 
     if product.gathers_before:
         whole = product.gathered_before(weight)
-        specs = product.data_spec, product.whole_spec(weight.ndim)
-        out = product.where.shard_map(product.local, product.axes, specs, product.out_spec)(data, whole)
-        return out, (data, whole if product.keeps else weight)
-    specs = (product.data_spec, product.weight_spec(weight.ndim))
+        specs = product.data_spec, product.whole_spec(weight.ndim), *everywhere
+        out = product.where.shard_map(product.local, product.axes, specs, product.out_spec)(data, whole, *sizes)
+        return out, (data, whole if product.keeps else weight, *sizes)
+    specs = (product.data_spec, product.weight_spec(weight.ndim), *everywhere)
     out_specs = product.out_spec, product.whole_spec(weight.ndim)
-    out, whole = product.where.shard_map(local, product.axes, specs, out_specs)(data, weight)
-    return out, (data, weight if whole is None else whole)
+    out, whole = product.where.shard_map(local, product.axes, specs, out_specs)(data, weight, *sizes)
+    return out, (data, weight if whole is None else whole, *sizes)
 
 
 def _backward(
-    product: _ScatteredProduct, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array | np.ndarray, jax.Array]:
-    data, weight = kept
+    product: _ScatteredProduct, kept: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array | np.ndarray, ...]:
+    data, weight, *sizes = kept
     scatter = product.scatter
     floating = jnp.issubdtype(data.dtype, jnp.inexact)  # ids of a lookup have no gradient
 
-    def local(data: jax.Array, weight: jax.Array, cotangent: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    def local(
+        data: jax.Array, weight: jax.Array, cotangent: jax.Array, *sizes: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array]:
         if scatter.stored and not product.keeps and not product.gathers_before:
             weight = product.gathered(weight + _nothing(cotangent).astype(weight.dtype))
         if floating:
-            to_data, to_weight = jax.vjp(product.local, data, weight)[1](cotangent)
+            run = lambda data, weight: product.local(data, weight, *sizes)
+            to_data, to_weight = jax.vjp(run, data, weight)[1](cotangent)
         else:
             to_data, (to_weight,) = None, jax.vjp(lambda weight: product.local(data, weight), weight)[1](cotangent)
         return to_data, to_weight[None]
@@ -203,8 +221,8 @@ def _backward(
     if product.gathers_before and not product.keeps:
         weight = product.gathered_before(weight, cotangent)
     weight_spec = whole if product.keeps or product.gathers_before else product.weight_spec(weight.ndim)
-    run = product.where.shard_map(local, product.axes, (product.data_spec, weight_spec, product.out_spec), out_specs)
-    to_data, summands = run(data, weight, cotangent)
+    specs = product.data_spec, weight_spec, product.out_spec, *(PartitionSpec(),) * len(sizes)
+    to_data, summands = product.where.shard_map(local, product.axes, specs, out_specs)(data, weight, cotangent, *sizes)
     # Over axes that split the weight XLA partitions the product, but would gather its result for a sum inside the same
     # shard_map. This one is manual over all axes: where some are left to XLA, its CPU backend dies of 16-bit sums
     # ("Invalid binary instruction opcode copy").
@@ -214,7 +232,8 @@ def _backward(
         (PartitionSpec(scatter.axes, *_spec(weight.ndim, scatter.experts, scatter.kept)),),
         _spec(weight.ndim, scatter.experts, scatter.kept, scatter.parts),
     )
-    return to_data if floating else np.zeros(data.shape, jax.dtypes.float0), add(summands)
+    nothing = [np.zeros(each.shape, jax.dtypes.float0) for each in sizes]
+    return to_data if floating else np.zeros(data.shape, jax.dtypes.float0), add(summands), *nothing
 
 
 multiply.defvjp(_forward, _backward)

@@ -1,40 +1,60 @@
 """Says what becomes of experts that are evaluated by `jax.lax.ragged_dot`, of which XLA's partitioner makes no parts.
 
 A step's graph and its layout come in, sentences for the plan come out. Tokens that are sorted by expert lie where their
-expert is for no device: XLA gathers the tokens, and the weights of all experts, and every device computes all of it
-(TPU, jax 0.10.2; on CPU the weights alone). No exchange of tokens is planned for them (`cost.collectives`).
+expert is for no device. Where the experts' weights are stored in parts, each device computes its own rows with the
+weights of all experts, which are gathered as those of any other layer (`scatter.py`); the tokens of all devices are
+gathered to be sorted, and their results to be brought back. Elsewhere XLA gathers tokens and weights, and every device
+computes all of it (TPU, jax 0.10.2; on CPU the weights alone). No exchange of tokens is planned (`cost.collectives`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from splitjax.cost.collectives import RAGGED
+from splitjax.cost.flow import RAGGED
 from splitjax.display.figures import bytes_text
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
+from splitjax.primitives.walk import Site
 from splitjax.rules.match import axes_text
 from splitjax.trace.graph import Graph, Use, itemsize
 
 
 def ragged_notes(
-    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...], divided: Collection[Site]
 ) -> tuple[str, ...]:
     """Returns a sentence on each layer of `graph` that is evaluated by ragged products, laid out as `leaves` on `mesh`,
-    whose batch lies over `batch_axes`."""
+    whose batch lies over `batch_axes`. `divided`: the sites of products of which each device computes its own rows."""
     planned = {leaf.path: leaf for leaf in leaves}
     return tuple(
         dict.fromkeys(
-            _note(use, planned[use.param], mesh, batch_axes)
+            _divided_note(use, mesh, batch_axes)
+            if use.site in divided
+            else _note(use, planned[use.param], mesh, batch_axes)
             for use in graph.uses
             if use.primitive == RAGGED and not use.backward and mesh.present((*planned[use.param].axes, *batch_axes))
         )
     )
 
 
+def _divided_note(use: Use, mesh: MeshShape, batch_axes: tuple[str, ...]) -> str:
+    return (
+        f"{use.layer} is evaluated by ragged_dot: each device computes its own rows with the weights of all experts,"
+        " whose gathers this plan lists. It does not count what it takes to sort tokens by expert and to bring results"
+        f" back: XLA gathers those of all devices along {axes_text(mesh, batch_axes)} for either"
+        f" ({bytes_text(_tokens(use))} where this layer reads them). Tokens that are dealt out by capacity travel to"
+        " their experts alone"
+    )
+
+
+def _tokens(use: Use) -> int:
+    """Returns the bytes of what a use reads, of all devices."""
+    return math.prod(use.data_shape) * itemsize(use.data_dtype)
+
+
 def _note(use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...]) -> str:
-    tokens = math.prod(use.data_shape) * itemsize(use.data_dtype)
+    tokens = _tokens(use)
     parts = []
     if batch_axes:
         parts.append(f"the tokens of all devices along {axes_text(mesh, batch_axes)} ({bytes_text(tokens)})")

@@ -409,6 +409,15 @@ def _fits_dot(scatter: Scatter, eqn: Any) -> bool:
     return scatter.out_example_dim == before + free[scatter.data].index(scatter.example_dim)
 
 
+def _fits_ragged(scatter: Scatter, eqn: Any) -> bool:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    product = numbers.dot_dimension_numbers
+    rows = tuple(numbers.lhs_ragged_dimensions) == (scatter.example_dim,) and scatter.example_dim not in product[0][0]
+    # A device's rows are those of some groups, which it finds in the sizes of all.
+    plain = not any(product[1]) and len(eqn.invars) == 3 and eqn.invars[2].aval.ndim == 1
+    return rows and plain and (scatter.data, scatter.weight) == (0, 1) and scatter.out_example_dim == 0
+
+
 def _fits_conv(scatter: Scatter, eqn: Any) -> bool:
     numbers = eqn.params["dimension_numbers"]
     places = (
@@ -438,4 +447,5 @@ _FITS: Mapping[str, Callable[[Scatter, Any], bool]] = {
     "dot_general": _fits_dot,
     "conv_general_dilated": _fits_conv,
     "gather": _fits_gather,
+    "ragged_dot_general": _fits_ragged,
 }
