@@ -47,6 +47,7 @@ class PurposeKind(enum.StrEnum):
     # Between layers that see the same examples.
     WHOLE_FEATURES = "whole_features"  # gathers the output of the column-split `Purpose.source` for a layer that is too
     WHOLE_FEATURES_COTANGENT = "whole_features_cotangent"  # sums the cotangent of `WHOLE_FEATURES` onto its parts
+    WHOLE_STATE = "whole_state"  # gathers the state of a column-split recurrent layer, which its next iteration reads
     WHOLE_OUTPUT = "whole_output"  # gathers the output of a column-split layer for a layer that is not split
     COLUMNS_COTANGENT = "columns_cotangent"  # sums the input's cotangent over the columns of a column-split layer
     ROWS_OUTPUT = "rows_output"  # sums partial outputs of a row-split layer, which all its devices then have
@@ -90,6 +91,7 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.COTANGENTS_TO_ROWS: "{phase}: the group's output cotangents enter a row-split layer",
     PurposeKind.WHOLE_FEATURES: "{phase}: whole features of the column-split output of {source}",
     PurposeKind.WHOLE_FEATURES_COTANGENT: "{phase}: cotangent of the column-split output of {source}",
+    PurposeKind.WHOLE_STATE: "{phase}: whole state of a column-split recurrent layer, in every iteration",
     PurposeKind.WHOLE_OUTPUT: "{phase}: whole features of a column-split output",
     PurposeKind.COLUMNS_COTANGENT: "{phase}: input cotangent of a column-split layer, summed over its columns",
     PurposeKind.ROWS_OUTPUT: "{phase}: partial outputs of a row-split layer",

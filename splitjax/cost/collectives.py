@@ -124,7 +124,8 @@ def _activations(
     use = flow.use
     differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
     reads_again = shared = flow.same_input is not None
-    if shared and sums_apart and not flow.crossing and flow.free and not flow.at_hand and differentiated:
+    apart = sums_apart and bool(flow.free) and not flow.crossing and not flow.at_hand and differentiated
+    if shared and apart and not flow.recurs:
         source = linked(flow.producer, flow.free, chain)
         shared = source is not None and bool(set(source.free) & set(flow.free))
     if flow.data_group_bytes and not shared:
@@ -135,6 +136,9 @@ def _activations(
         )
         entering = tuple(event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
         yield from _sent_as((*entering, *_again(entering, use.reread)), use.data_dtype, widens)
+    elif flow.data_group_bytes and flow.recurs and apart:  # the state is gathered once for all gates
+        entering = [event for event in _enter_column(flow, chain, mesh) if event[-1].kind == Kind.COLUMNS_COTANGENT]
+        yield from _sent_as(entering, use.data_dtype, widens)
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
     leaving = (*leaving, *_leave_shared(flow))
     yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
@@ -165,7 +169,12 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         return
     whole = flow.data_group_bytes // mesh.size((*flow.contracted, *_dealt_over(flow)))
     source = linked(flow.producer, axes, chain)
-    if source and set(source.free) & set(axes):
+    if flow.recurs and not flow.crossing:
+        # Each device keeps its part of the states for the backward pass, where the weight's gradient reads them whole.
+        yield "all_gather", axes, whole, _forward(Kind.WHOLE_STATE)
+        yield "all_gather", axes, whole, _backward(Kind.WHOLE_STATE)
+        yield "all_reduce", axes, whole, _backward(Kind.COLUMNS_COTANGENT)
+    elif source and set(source.free) & set(axes):
         name = source.use.layer
         yield "all_gather", axes, whole, _forward(Kind.WHOLE_FEATURES, source=name)
         yield "reduce_scatter", axes, whole, _backward(Kind.WHOLE_FEATURES_COTANGENT, source=name)

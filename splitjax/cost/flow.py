@@ -56,6 +56,7 @@ class WeightFlow:
       projection those of query, key and value.
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
+    - `recurs`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
     - `reduced`: what reductions over the columns of its output send, where these stay split behind it.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
@@ -77,6 +78,7 @@ class WeightFlow:
     same_input: int | None
     at_hand: bool = False
     producers: tuple[int, ...] = ()
+    recurs: bool = False
     reduced: tuple[Reduced, ...] = ()
     shared: SharedHeads | None = None
     travels: bool = False
@@ -132,7 +134,7 @@ class UseLinks:
     - `use`: the operation. `roles`: of its weight's dims: contracted, free, stacked or whole.
     - `data_bytes`, `out_bytes`: bytes of the activations that it reads (0 for lookups of ids) and of its output, for
       the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
-    - `producer`, `consumer`, `producers`: as for `WeightFlow`.
+    - `producer`, `consumer`, `producers`, `recurs`: as for `WeightFlow`.
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
     - `reductions`: those over the columns of its output, where its weight has one dim of these.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
@@ -150,6 +152,7 @@ class UseLinks:
     consumer: int | None
     same_value: tuple[int, ...]
     producers: tuple[int, ...] = ()
+    recurs: bool = False
     reductions: tuple[Reduction, ...] = ()
     heads: HeadReaders | None = None
     deals: bool = True
@@ -169,6 +172,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     reductions = _reductions(graph, uses, roles, writes)
     heads = dict(find_readers(graph, uses, roles))
     derived = {use.param for use in graph.uses if use.backward}
+    recurrent = {path for layer in graph.layers if layer.kind == "recurrent" for path in layer.params}
     last_writer: dict[int, int] = {}
     writers: dict[int, list[int]] = {}
     read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
@@ -190,6 +194,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 out_batched=any(dim and dim[0] in graph.example_atoms for dim in use.out_dims),
                 producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
                 producers=tuple(sorted({j for label in reads[i] for j in writers.get(label, ())}, reverse=True)),
+                recurs=use.param in recurrent and not reads[i].isdisjoint(writes[i]),
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),
@@ -302,6 +307,7 @@ def flow_of(
             for path in use.fed_by
         ),
         producers=links.producers,
+        recurs=links.recurs,
         reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
     )

@@ -24,7 +24,7 @@ from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.dealt import DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
-from splitjax.step.dealt_values import Acting, Dealt, FusedProduct, as_array
+from splitjax.step.dealt_values import NOTED, Acting, Dealt, FusedProduct, as_array
 from splitjax.step.per_microbatch import is_per_microbatch
 
 
@@ -63,8 +63,8 @@ def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, i
     for prefix, targets in by_body.items():
         probe, inner = _Probe(targets), _compat.open_jaxpr(_body_at(jaxpr, prefix))[0]
         for result in probe.fold(inner, [None] * len(inner.invars), ()):
-            if isinstance(result, Dealt) and not result.is_part:
-                probe.found[result.product].is_fit = False
+            if isinstance(result, Dealt):
+                probe.use(result)
         found |= {(*prefix, *site): seen.parts() for site, seen in probe.found.items()}
     return [found.get(site) for site, _, _ in products]
 
@@ -132,7 +132,7 @@ def _retraced(body: Any, targets: Sequence[FusedProduct]) -> Any:
     inner, consts = _compat.open_jaxpr(body)
     by_site = {target.site: target for target in targets}
     around = {target.site[:depth] for target in targets for depth in range(1, len(target.site), 2)}
-    handler = Selective(_Rewriting(by_site).handle, {"broadcast_in_dim"}, {*by_site, *around}, Dealt)
+    handler = Selective(_Rewriting(by_site).handle, NOTED, {*by_site, *around}, Dealt)
 
     def run(*operands: Any) -> list[Any]:
         constants, rest = operands[: len(inner.constvars)], operands[len(inner.constvars) :]
@@ -162,8 +162,8 @@ class _Rewriting(Acting):
 
     def handle(self, eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any] | None:
         """Is the handler of the evaluation."""
-        if eqn.primitive.name == "broadcast_in_dim" and not isinstance(values[0], Dealt):
-            self.made[eqn.outvars[0]] = eqn, values[0]
+        if eqn.primitive.name in NOTED and not any(isinstance(value, Dealt) for value in values):
+            self.made[eqn.outvars[0]] = eqn, list(values)
             return None
         if site in self._targets:
             return self.product(eqn, values, self._targets[site])
@@ -228,22 +228,28 @@ class _Probe(Acting):
         equation = lambda index, eqn, values: self._equation((*prefix, index), eqn, values)
         return interpreter.fold(inner, operands, equation, lambda atom: None, [None] * len(inner.constvars))
 
+    def use(self, value: Dealt) -> None:
+        """Notes that a value is needed as an array."""
+        for product in value.products:
+            self.found[product].is_fit &= value.is_part
+
     def _equation(self, site: Site, eqn: Any, values: Sequence[Any]) -> list[Any]:
         nothing = [None] * len(eqn.outvars)
         dealt = [value for value in values if isinstance(value, Dealt)]
-        if eqn.primitive.name == "broadcast_in_dim" and not dealt:
-            self.made[eqn.outvars[0]] = eqn, None
+        if eqn.primitive.name in NOTED and not dealt:
+            self.made[eqn.outvars[0]] = eqn, list(values)
             return nothing
         if kind_of(eqn) is CallKind.INLINE and (dealt or site in self._leading):
             return self.fold(call_body(eqn), values, (*site, 0))
         results = self.act(eqn, values) if dealt else nothing
         if results is None:
             for value in dealt:
-                self.found[value.product].is_fit &= value.is_part
+                self.use(value)
         elif dealt:
             for result in results:
                 if isinstance(result, Dealt) and result.is_part:
-                    self.found[result.product].note(eqn, dealt[0], result)
+                    for product in result.products:
+                        self.found[product].note(eqn, dealt[0], result)
         if site in self._targets:
             return self.product(eqn, [None] * len(eqn.invars), self._targets[site])
         return nothing if results is None else results

@@ -32,6 +32,9 @@ def _result_types(value: Any, *, dim: int, sizes: tuple[int, ...], num: int) -> 
     return [ShapedArray(shape, value.dtype, weak_type=value.weak_type)], _compat.NO_EFFECTS
 
 
+# What makes the arrays that are dealt out: `Acting.made` remembers it.
+NOTED: frozenset[str] = frozenset({"broadcast_in_dim", "concatenate", "convert_element_type", "reshape"})
+
 deal_p: _compat.Primitive = _compat.define_primitive(DEAL, _evaluate, _result_types)
 
 
@@ -62,7 +65,7 @@ class Dealt:
     - `sizes`: of the parts that it holds.
     - `split`: the dims into which the program has reshaped its columns since; none where it has not. `order`: how it
       has transposed all dims then.
-    - `is_part`: whether it was cut out. `product`: the site of the product that gave it.
+    - `is_part`: whether it was cut out. `products`: the sites of those that gave it (a sum has several).
     """
 
     value: Any
@@ -73,7 +76,7 @@ class Dealt:
     split: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     is_part: bool = False
-    product: Site = ()
+    products: tuple[Site, ...] = ()
 
     @property
     def columns(self) -> int:
@@ -103,7 +106,7 @@ class Dealt:
         if value is not None:
             num = value.shape[self.dim]
             value = lax.slice_in_dim(value, first // num, (first + size) // num, axis=self.dim + 1)
-        return Dealt(value, shape, self.dim, self.first + first, inside, split, self.order, True, self.product)
+        return Dealt(value, shape, self.dim, self.first + first, inside, split, self.order, True, self.products)
 
     def array(self) -> jax.Array:
         """Returns what the program has in its place."""
@@ -124,11 +127,11 @@ def _settled(value: Dealt) -> Any:
 class Acting:
     """Says what operations do with dealt values: the same for values with and without numbers.
 
-    **Attributes:** `made`: by variable, the `broadcast_in_dim` that made it, and its operand.
+    **Attributes:** `made`: by variable, the equation that made it, if it is of `NOTED`, and its operands.
     """
 
     def __init__(self) -> None:
-        self.made: dict[Any, tuple[Any, Any]] = {}
+        self.made: dict[Any, tuple[Any, list[Any]]] = {}
 
     def product(self, eqn: Any, values: Sequence[Any], target: FusedProduct) -> list[Any]:
         """Returns the result of the product of a target, with its weight dealt out."""
@@ -140,12 +143,12 @@ class Acting:
         shape, at = eqn.outvars[0].aval.shape, before + free[side].index(dim)
         value = None
         if any(operand is not None for operand in values):
-            (weight,) = deal_p.bind(values[side], dim=dim, sizes=target.sizes, num=target.num)
+            weight = self._dealt(eqn.invars[side], values[side], dim, target.sizes, target.num)
             moved = lambda dims, k: tuple(d + (k == side and d > dim) for d in dims)
             numbers = tuple(tuple(moved(kind[k], k) for k in (0, 1)) for kind in (contracted, batch))
             operands = [weight if k == side else as_array(values[k]) for k in (0, 1)]
             value = _compat.bind_equation(_compat.with_params(eqn, dimension_numbers=numbers), operands)[0]
-        return [Dealt(value, shape, at, 0, target.sizes, product=target.site)]
+        return [Dealt(value, shape, at, 0, target.sizes, products=(target.site,))]
 
     def act(self, eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         """Returns the results of an equation with dealt operands; None for one that needs arrays."""
@@ -174,8 +177,11 @@ class Acting:
 
     def _elementwise(self, eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         (first, *others) = [value for value in values if isinstance(value, Dealt)]
-        if any(dataclasses.replace(other, value=None) != first.with_value(None) for other in others):
+        lies = lambda value: dataclasses.replace(value, value=None, products=())
+        if any(lies(other) != lies(first) for other in others):
             return None
+        sites = dict.fromkeys(site for value in (first, *others) for site in value.products)
+        first = dataclasses.replace(first, products=tuple(sites))
         operands = []
         for variable, value in zip(eqn.invars, values, strict=True):
             operand = value.value if isinstance(value, Dealt) else self._beside(first, variable, value)
@@ -198,20 +204,61 @@ class Acting:
             return None if value is None else lax.expand_dims(value, (at,))
         num = 1 if dealt.value is None else dealt.value.shape[at]
         if math.prod(shape) == dealt.columns:
-            return None if value is None else deal_p.bind(value, dim=at, sizes=dealt.sizes, num=num)[0]
+            return None if value is None else self._dealt(variable, value, at, dealt.sizes, num)
         made = self.made.get(variable)
-        if made is None:
+        if made is None or made[0].primitive.name != "broadcast_in_dim":
             return _UNFIT
-        eqn, source = made
+        eqn, sources = made
         where, small = tuple(eqn.params["broadcast_dimensions"]), tuple(eqn.invars[0].aval.shape)
         if at not in where or math.prod(small) != dealt.columns or small[where.index(at)] != dealt.columns:
             return _UNFIT
         if value is None:
             return None
-        (source,) = deal_p.bind(source, dim=where.index(at), sizes=dealt.sizes, num=num)
+        source = self._dealt(eqn.invars[0], sources[0], where.index(at), dealt.sizes, num)
         wide = (*shape[:at], num, dealt.columns // num, *shape[at + 1 :])
         dims = [d for k in where for d in ((k, k + 1) if k == at else (k + (k > at),))]
         return lax.broadcast_in_dim(source, wide, dims)
+
+    def _dealt(self, variable: Any, value: Any, dim: int, sizes: tuple[int, ...], num: int) -> jax.Array:
+        """Returns an array with its columns dealt out. Where the program laid several arrays side by side to make it
+        (the gates of a recurrent cell), each is dealt out by itself: a weight alone lies as its devices read it, and
+        nothing is sent for it."""
+        pieces, left = [], list(sizes)
+        for part in self._side_by_side(variable, dim) or ():
+            inside: list[int] = []
+            while left and sum(inside) < part.shape[dim]:
+                inside.append(left.pop(0))
+            if sum(inside) != part.shape[dim]:  # what is cut apart behind the product lies across two arrays
+                pieces.clear()
+                break
+            if len(inside) == 1:
+                columns = num, part.shape[dim] // num
+                pieces.append(part.reshape(*part.shape[:dim], *columns, *part.shape[dim + 1 :]))
+            else:
+                pieces += deal_p.bind(part, dim=dim, sizes=tuple(inside), num=num)
+        return lax.concatenate(pieces, dim + 1) if pieces else deal_p.bind(value, dim=dim, sizes=sizes, num=num)[0]
+
+    def _side_by_side(self, variable: Any, dim: int) -> list[Any] | None:
+        """Returns the arrays that the program laid side by side along a dim, in the dtype and with the dims of the
+        array that they make; None for an array that was not made so."""
+        if isinstance(variable, _compat.Literal) or variable not in self.made:
+            return None
+        eqn, values = self.made[variable]
+        name = eqn.primitive.name
+        if name == "concatenate":
+            return values if eqn.params["dimension"] == dim else None
+        if name == "convert_element_type":
+            parts = self._side_by_side(eqn.invars[0], dim)
+            return None if parts is None else [_compat.bind_equation(eqn, [part])[0] for part in parts]
+        if name == "reshape":
+            before, shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            if shape[dim] == 1 or [size for size in before if size != 1] != [size for size in shape if size != 1]:
+                return None
+            inner = [at for at, size in enumerate(before) if size != 1][sum(size != 1 for size in shape[:dim])]
+            parts = self._side_by_side(eqn.invars[0], inner)
+            wide = lambda part: (*shape[:dim], part.shape[inner], *shape[dim + 1 :])
+            return None if parts is None else [part.reshape(wide(part)) for part in parts]
+        return None
 
 
 _UNFIT = object()  # an operand that cannot meet a dealt value

@@ -13,7 +13,7 @@ import pytest
 import splitjax
 from benchmarks.corpus.cells import Cell
 from benchmarks.corpus.steps import parallel, ready
-from splitjax.plan import PurposeKind
+from splitjax.plan import Phase, PurposeKind
 from tests.report.programs import narrow
 
 MESH = {"data": 2, "model": 4}
@@ -157,8 +157,19 @@ def test_gates_that_read_one_value_gather_it_once():
     cell = Cell.parse(CELLS[0])
     made = ready(cell.unit)
     plan = parallel(cell, made).plan(*made.arguments)
-    gathers = [one.layer for one in plan.collectives if one.purpose.kind == PurposeKind.WHOLE_FEATURES]
-    assert gathers == ["model/lstm1/cell/hi", "model/projection1"]
+    kinds = PurposeKind.WHOLE_STATE, PurposeKind.WHOLE_FEATURES
+    purposes = [(one.layer, one.purpose) for one in plan.collectives if one.purpose.kind in kinds]
+    gathers = [(layer, purpose.kind) for layer, purpose in purposes if purpose.phase == Phase.FORWARD]
+    assert gathers == list(zip(("model/lstm1/cell/hi", "model/projection1"), kinds, strict=True))
+
+
+def test_a_state_that_several_gates_read_is_gathered_once_and_their_cotangents_are_summed_apart():
+    """As XLA does it, in every iteration."""
+    cell = Cell.parse(CELLS[0])
+    made = ready(cell.unit)
+    report = parallel(cell, made).report(*made.arguments)
+    gates = [one for one in report.collectives if one.layer.startswith("model/lstm1/cell/h") and one.axis == "model"]
+    assert len(gates) == 6 and all(one.planned is not None and not one.differs for one in gates)
 
 
 def small_report(loss_fn, params, batch, rule, mesh):

@@ -1,0 +1,130 @@
+"""Weights that a step lays side by side before a product, as the gates of recurrent cells are: each is dealt out by
+itself, where it is, and nothing is sent for it. What a recurrent layer's state takes in every iteration is planned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import splitjax
+from splitjax.plan import PurposeKind
+from splitjax.primitives.dealt import DEAL
+from splitjax.step.dealing import rewritten
+from splitjax.step.dealt_values import FusedProduct
+
+WIDTH, HIDDEN, LENGTH, GATES = 8, 16, 3, "ifgo"
+MESH = {"data": 2, "model": 4}
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
+    kernels = {f"i{gate}": make(WIDTH, HIDDEN) for gate in GATES} | {f"h{gate}": make(HIDDEN, HIDDEN) for gate in GATES}
+    return {**kernels, **{f"b{gate}": make(HIDDEN) for gate in GATES}}
+
+
+def examples():
+    rng = np.random.default_rng(1)
+    return {"x": jnp.asarray(rng.normal(size=(LENGTH, 8, WIDTH))), "y": jnp.asarray(rng.normal(size=(8, HIDDEN)))}
+
+
+def loss(params, batch):
+    """Of an LSTM whose gates are laid side by side, as Flax's `OptimizedLSTMCell` has them."""
+    beside = lambda kind: jnp.concatenate([params[f"{kind}{gate}"] for gate in GATES], -1)
+
+    def cell(carry, x):
+        memory, state = carry
+        both = x @ beside("i") + (state @ beside("h") + beside("b").reshape(1, -1))
+        i, f, g, o = jnp.split(both, 4, -1)
+        memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (memory, jax.nn.sigmoid(o) * jnp.tanh(memory)), None
+
+    zeros = jnp.zeros_like(batch["y"])
+    (_, state), _ = jax.lax.scan(cell, (zeros, zeros), batch["x"])
+    return jnp.mean((state - batch["y"]) ** 2)
+
+
+def train(params, batch):
+    value, grads = splitjax.value_and_grad(loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def batched(batch):
+    """With the examples first, as a batch has them."""
+    return {"x": batch["x"].swapaxes(0, 1), "y": batch["y"]}
+
+
+def batched_train(params, batch):
+    return train(params, {"x": batch["x"].swapaxes(0, 1), "y": batch["y"]})
+
+
+def test_gates_of_a_recurrent_cell_stay_where_they_are():
+    with jax.enable_x64(True):
+        params, batch = parameters(), batched(examples())
+        parallel = splitjax.parallelize(batched_train, mesh=MESH, rules="megatron", donate=False)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), jax.jit(batched_train)(params, batch))
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    layouts = {leaf.path: leaf.axes for leaf in plan.leaves}
+    assert all(layouts[f"{kind}{gate}"] == ("model",) for kind in "ih" for gate in GATES)
+    # Neither gates nor activations change places.
+    assert {each.op for each in report.collectives} <= {"all_reduce", "all_gather"}
+    assert report.missing == ()
+    states = [
+        each for each in report.collectives if each.planned and each.planned.purpose.kind == PurposeKind.WHOLE_STATE
+    ]
+    # Of 4 devices' parts of 4 examples, three come from others, in each of the iterations.
+    sent = LENGTH * 4 * HIDDEN * 8 * 3 // 4
+    assert [(each.op, each.bytes) for each in states] == [("all_gather", sent)] * 2 and not any(
+        each.differs for each in states
+    )
+    # What is left are the biases, of which XLA updates parts.
+    assert {each.bytes for each in report.unplanned if each.compiled.shape} <= {HIDDEN * 8 * 3 // 4}
+
+
+def dealt(function, *shapes, dim=1, sizes=(8, 8, 8, 8), num=4):
+    """The sizes of what is dealt out where the weight of the one product of a function is; its numbers stay."""
+    jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    (site,) = [(n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    changed = rewritten(jaxpr, [FusedProduct(site, 1, dim, sizes, num)])
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    before, after = (jax.core.eval_jaxpr(each.jaxpr, each.consts, *values) for each in (jaxpr, changed))
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    return [eqn.params["sizes"] for eqn in changed.eqns if eqn.primitive.name == DEAL]
+
+
+def beside_each_other(a, b):
+    return jnp.concatenate([a.astype(jnp.float16), b.astype(jnp.float16)], -1).astype(jnp.float32)
+
+
+def parts_of(y):
+    return jnp.split(y, 4, -1)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "deals"),
+    [
+        (lambda x, a, b: parts_of(x @ jnp.concatenate([a, b], -1)), ((4, 6), (6, 8), (6, 24)), [(8, 8, 8)]),
+        (
+            lambda x, a, b: parts_of(x @ jnp.concatenate([a, b], -1).astype(x.dtype)),
+            ((4, 6), (6, 16), (6, 16)),
+            [(8, 8)] * 2,
+        ),
+        (lambda x, a, b: parts_of(x @ jnp.concatenate([a, b], -1)), ((4, 6), (6, 12), (6, 20)), [(8, 8, 8, 8)]),
+        (lambda x, a, b: parts_of(x @ jnp.concatenate([a, b], 0)), ((4, 6), (2, 32), (4, 32)), [(8, 8, 8, 8)]),
+    ],
+    ids=["of two sizes", "in another dtype", "across", "along the other dim"],
+)
+def test_what_is_laid_side_by_side_is_dealt_out_apart(function, shapes, deals):
+    assert dealt(function, *shapes) == deals
+
+
+def test_biases_that_are_laid_side_by_side_are_dealt_out_apart():
+    def function(x, a, b, c, d):
+        return jnp.split(x @ jnp.concatenate([a, b], -1) + jnp.concatenate([c, d]).reshape(1, -1), 2, -1)
+
+    assert dealt(function, (4, 6), (6, 16), (6, 16), (16,), (16,), sizes=(16, 16)) == []
