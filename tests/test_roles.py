@@ -107,6 +107,9 @@ def cells():
                 further = () if model == "transformer" or rules == "embedding_owner" else pytest.mark.one_version
                 yield pytest.param(rules, mesh, model, id=name, marks=further if first else slow)
     yield pytest.param("transformer", MESHES["transformer"][2], "experts", id="transformer-experts")
+    # Nothing but experts' own axis to store the rest over.
+    yield pytest.param("transformer", {"ep": 4, "tp": 2}, "experts", id="transformer-experts-alone")
+    yield pytest.param("transformer", {"ep": 4, "tp": 2}, "mlp", id="transformer-mlp-over-expert", marks=slow)
 
 
 @pytest.mark.parametrize(("rules", "mesh", "model"), list(cells()))
@@ -139,6 +142,17 @@ def test_transformer_lays_out_weights_as_large_models_do():
     assert experts.batch_axes == ("fsdp", "ep")
     assert experts.leaf("params/up").spec == ("ep", "fsdp", "tp")
     assert experts.leaf("params/down").spec == ("ep", "tp", "fsdp")
+    assert experts.leaf("params/head/kernel").spec == (("fsdp", "ep"), "tp")
+
+
+def test_what_is_no_expert_is_stored_over_the_experts_axis_and_computed_on_all_devices():
+    plan = plan_of("transformer", {"ep": 4, "tp": 2}, "mlp")
+    assert plan.batch_axes == ("ep",) and plan.leaf("batch/x").spec[0] == "ep"
+    assert plan.leaf("params/Dense_0/kernel").spec == ("ep", "tp")
+    gathered = [one for one in plan.collectives if one.op == "all_gather" and one.axis == "ep"]
+    assert {one.layer for one in gathered} == {f"params/Dense_{number}" for number in range(3)}
+    assert not [one for one in plan.collectives if one.op == "all_to_all"]
+    assert all("gather the weight" in one.why for one in plan.constraints)
 
 
 @pytest.mark.parametrize(

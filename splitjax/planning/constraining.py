@@ -51,7 +51,9 @@ def constrain(draft: Draft) -> Draft:
     chain = flows(*arguments)
     travels = derive_travels(graph, chain, mesh, layout.batch_axes)
     constraints = (
-        *derive_constraints(graph, by_path, mesh, layout.batch_axes, {travel.site for travel in travels}),
+        *derive_constraints(
+            graph, by_path, mesh, layout.batch_axes, layout.replicated_batch, {travel.site for travel in travels}
+        ),
         *pin_experts(graph, travels),
     )
     sharded = ShardedDims.of(graph, layout.leaves, layout.batch_axes)

@@ -69,7 +69,7 @@ def place_examples(draft: Draft) -> Draft:
     if _is_pinned(draft):
         return draft
     layout = draft.layout
-    leaves = place_batches(draft.graph, layout.leaves, draft.shape, layout.batch_axes)
+    leaves = place_batches(draft.graph, layout.leaves, draft.shape, layout.batch_axes, layout.replicated_batch)
     return dataclasses.replace(draft, layout=dataclasses.replace(layout, leaves=leaves))
 
 

@@ -11,7 +11,8 @@ anyway buys nothing. Needed are the places where two layouts meet:
   weight's contracted dim) in their features;
 - *back*: activations that enter a replicated layer behind a sharded one have their examples over all batch axes again;
 - *gathered weights* (ZeRO-3, arXiv 1910.02054): where a weight is itself split over axes of the role data or storage,
-  the activations keep their examples split, so that XLA gathers the weight and not the activations.
+  or stored over others of the batch, the activations keep their examples split, so that XLA gathers the weight and not
+  the activations.
 
 All go by dim class: a dim is an example dim if its leading atom is, wherever it stands.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
+from splitjax.cost.flow import used_axes
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.primitives.walk import Site
@@ -35,6 +37,7 @@ def derive_constraints(
     leaves: Mapping[str, LeafPlan],
     mesh: MeshShape,
     batch_axes: tuple[str, ...],
+    replicated_batch: str,
     of_experts: Collection[Site] = (),
 ) -> tuple[Constraint, ...]:
     """Derives the constraints of every forward use of a weight that needs them, in program order.
@@ -45,6 +48,7 @@ def derive_constraints(
     - `leaves`: the plan's leaves by path.
     - `mesh`: the shape of the mesh.
     - `batch_axes`: the mesh axes over which replicated layers split the examples, major first.
+    - `replicated_batch`: over which axes replicated layers split it, as the plan has it.
     - `of_experts`: sites of uses whose tokens travel, which have constraints of their own (`experts.py`).
     """
     constraints: list[Constraint] = []
@@ -53,11 +57,11 @@ def derive_constraints(
         if use.backward or not use.editable or use.data is None:
             continue
         axes = mesh.present(spec_axes(leaves[use.param].spec))
+        stored = _storing(graph, leaves[use.param], mesh, batch_axes, replicated_batch)
         if use.site in of_experts:
             crossed = True
-        elif mesh.roles.store(axes):
-            stored = " x ".join(axis for axis in axes if mesh.roles.store((axis,)))
-            constraints += _gathered(graph, use, use.data, batch_axes, stored)
+        elif stored:
+            constraints += _gathered(graph, use, use.data, batch_axes, " x ".join(stored))
         elif set(axes) & set(batch_axes):
             crossed = True
             constraints += _crossing(graph, use, use.data, leaves[use.param].spec, axes, batch_axes)
@@ -81,8 +85,27 @@ def _scanned(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> Iter
             yield Constraint(scanned.site, scanned.operand, (None, *spec[1:]), "", why)
 
 
+def _storing(
+    graph: Graph, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str
+) -> tuple[str, ...]:
+    """Returns the axes over which a weight is stored in parts: those of the role data or storage, and other axes of the
+    batch over which it is used whole. Experts are computed where they are stored."""
+    names = graph.leaf(leaf.path).dim_names
+    experts = {axis for name, axes in zip(names, leaf.axes_by_dim, strict=False) if name == "expert" for axis in axes}
+    used = {*used_axes(leaf, mesh, batch_axes, replicated_batch), *experts}
+    return tuple(
+        axis
+        for axis in mesh.present(spec_axes(leaf.spec))
+        if mesh.roles.store((axis,)) or (axis in batch_axes and axis not in used)
+    )
+
+
 def place_batches(
-    graph: Graph, leaves: tuple[LeafPlan, ...], mesh: MeshShape, batch_axes: tuple[str, ...]
+    graph: Graph,
+    leaves: tuple[LeafPlan, ...],
+    mesh: MeshShape,
+    batch_axes: tuple[str, ...],
+    replicated_batch: str,
 ) -> tuple[LeafPlan, ...]:
     """Returns the leaves with every batch where its first layers want it.
 
@@ -92,6 +115,7 @@ def place_batches(
     - `leaves`: of the plan, with the batches over all of `batch_axes`.
     - `mesh`: the shape of the mesh.
     - `batch_axes`: the mesh axes over which replicated layers split the examples, major first.
+    - `replicated_batch`: over which axes replicated layers split it, as the plan has it.
 
     A batch that no replicated layer reads (labels, tokens of a split embedding) meets only values whose examples are
     over the axes that the split layers leave free. Over all batch axes it would be gathered for them, or worse, the
@@ -101,7 +125,8 @@ def place_batches(
     wanted_whole: set[str] = set()
     for use in graph.uses:
         axes = mesh.present(spec_axes(by_path[use.param].spec))
-        if not mesh.roles.store(axes) and set(axes) & set(batch_axes):
+        stored = _storing(graph, by_path[use.param], mesh, batch_axes, replicated_batch)
+        if not stored and set(axes) & set(batch_axes):
             split.update(set(axes) & set(batch_axes))
         elif not use.backward:
             wanted_whole.update(use.fed_by)
