@@ -63,6 +63,8 @@ class PurposeKind(enum.StrEnum):
     FROM_EXPERTS_COTANGENT = "from_experts_cotangent"  # takes the cotangents of `FROM_EXPERTS` back
     ALL_EXPERTS = "all_experts"  # gathers the results of all experts, where tokens are everywhere
     ALL_EXPERTS_COTANGENT = "all_experts_cotangent"  # gathers the tokens' cotangents of all experts
+    SORTED_ROWS = "sorted_rows"  # brings tokens together that are sorted by expert, or the results that are put back
+    SORTED_COTANGENT = "sorted_cotangent"  # brings the cotangents of `SORTED_ROWS` together
 
     # Fourier transforms of split dims, or, backward, of their cotangents.
     FOURIER_DIM = "fourier_dim"  # gathers a dim that is transformed
@@ -105,6 +107,8 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.FROM_EXPERTS_COTANGENT: "{phase}: result cotangents travel to their experts",
     PurposeKind.ALL_EXPERTS: "{phase}: results of all experts",
     PurposeKind.ALL_EXPERTS_COTANGENT: "{phase}: token cotangents of all experts",
+    PurposeKind.SORTED_ROWS: "{phase}: rows of all devices, sorted by expert",
+    PurposeKind.SORTED_COTANGENT: "{phase}: cotangents of rows of all devices, sorted by expert",
     PurposeKind.FOURIER_DIM: "{phase}: {cotangent_of}a Fourier transform, a whole dim",
     PurposeKind.FOURIER_EXAMPLES: "{phase}: {cotangent_of}a Fourier transform, examples for whole features",
     PurposeKind.TOLD: "{words}",

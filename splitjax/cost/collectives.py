@@ -17,12 +17,13 @@ bytes (the tests hold the sum of the prediction against this formula):
 - beside the formula, split dims that a Fourier transform needs whole (`cost.transforms`).
 
 An output that no later layer reads stays as it is: the loss is computed where it lies, and what it reduces of split
-columns is sent for each example. Not predicted: what XLA makes of sorting tokens for ragged products, and of these
-where their weights are not stored in parts (`planning.sites.ragged`); and, because small: scalars, norms and batch-norm
-statistics, ids. What rematerialisation repeats is sent once more, in the backward pass. Where the collectives are left
-to XLA (no gradient boundary, or not a plain product: see `planning.sites.exchange`), compilers write an all-reduce for
-each reduce-scatter (twice the bytes), one per cotangent for several layers that read one input (q, k, v) where one of
-the sum would do, and keep a gathered weight from the forward for the backward pass.
+columns is sent for each example. Tokens that are sorted by expert for ragged products are gathered as they are picked
+or put. Not predicted: what XLA makes of these products where their weights are not stored in parts
+(`planning.sites.ragged`); and, because small: scalars, norms and batch-norm statistics, ids. What rematerialisation
+repeats is sent once more, in the backward pass. Where the collectives are left to XLA (no gradient boundary, or not a
+plain product: see `planning.sites.exchange`), compilers write an all-reduce for each reduce-scatter (twice the bytes),
+one per cotangent for several layers that read one input (q, k, v) where one of the sum would do, and keep a gathered
+weight from the forward for the backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.flow import RAGGED, Axes, Setting, WeightFlow, linked, stays_dealt, used_axes
+from splitjax.cost.flow import RAGGED, Axes, Setting, Sorting, WeightFlow, linked, stays_dealt, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
@@ -142,6 +143,13 @@ def _activations(
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
     leaving = (*leaving, *_leave_shared(flow))
     yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
+    for sorting in flow.sorting:
+        events = [
+            event
+            for event in _sort(sorting)
+            if event[-1].phase == Phase.FORWARD or differentiated or not sorting.is_before
+        ]
+        yield from _sent_as((*events, *_again(events, sorting.pick.repeated)), sorting.pick.dtype, widens)
     for each in flow.reduced:
         event = each.op, flow.free, each.num_bytes, _forward(Kind.REDUCED_FEATURES)
         yield from _sent_as((event, *_again((event,), each.repeated)), each.dtype, widens)
@@ -261,6 +269,21 @@ def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
         yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.FROM_EXPERTS_COTANGENT)
     else:
         yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.ALL_EXPERTS)
+
+
+def _sort(sorting: Sorting) -> Iterator[Event]:
+    """Yields what brings rows of all devices together, to sort tokens by expert or to put their results back. Of rows
+    that are picked the values of all examples are gathered, and cotangents summed onto these. Rows that are put are
+    summed onto all examples; where several may be put at one place, their numbers are gathered to say which stays."""
+    axes, whole = sorting.axes, sorting.num_bytes
+    if sorting.pick.primitive == "gather":
+        yield "all_gather", axes, whole, _forward(Kind.SORTED_ROWS)
+        yield "all_reduce", axes, whole, _backward(Kind.SORTED_COTANGENT)
+        return
+    if sorting.pick.primitive == "scatter":
+        yield "all_gather", axes, 4 * sorting.num_rows, _forward(Kind.SORTED_ROWS)
+    yield "all_reduce", axes, whole, _forward(Kind.SORTED_ROWS)
+    yield "all_gather", axes, whole, _backward(Kind.SORTED_COTANGENT)
 
 
 def _leave_shared(flow: WeightFlow) -> Iterator[Event]:

@@ -22,7 +22,7 @@ import numpy as np
 from splitjax.cost.heads import HeadReaders, SharedHeads, find_readers
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
-from splitjax.trace.graph import Graph, Leaf, Reduction, Use
+from splitjax.trace.graph import Graph, Leaf, Pick, Reduction, Use
 
 Axes = tuple[str, ...]
 # Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
@@ -60,6 +60,7 @@ class WeightFlow:
     - `reduced`: what reductions over the columns of its output send, where these stay split behind it.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
+    - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
     - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
       where no gradient boundary holds it: XLA decides there what each device computes.
     """
@@ -82,6 +83,7 @@ class WeightFlow:
     reduced: tuple[Reduced, ...] = ()
     shared: SharedHeads | None = None
     travels: bool = False
+    sorting: tuple[Sorting, ...] = ()
 
     @property
     def axes(self) -> Axes:
@@ -106,6 +108,21 @@ class Reduced:
     num_bytes: int
     dtype: str
     repeated: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorting:
+    """Says what it sends to sort rows by expert, or to put them back.
+
+    - `pick`: the operation. `axes`: over which the rows lie. `is_before`: whether it stands before the product.
+    - `num_bytes`: of the value with all examples. `num_rows`: the elements of the rows. Both are of all repetitions.
+    """
+
+    pick: Pick
+    axes: Axes
+    is_before: bool
+    num_bytes: int
+    num_rows: int
 
 
 def used_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: Sequence[str], replicated_batch: str) -> Axes:
@@ -138,6 +155,8 @@ class UseLinks:
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
     - `reductions`: those over the columns of its output, where its weight has one dim of these.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
+    - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes; whether it stands
+      before the product.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
     """
@@ -156,6 +175,7 @@ class UseLinks:
     reductions: tuple[Reduction, ...] = ()
     heads: HeadReaders | None = None
     deals: bool = True
+    picks: tuple[tuple[Pick, bool], ...] = ()
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -171,6 +191,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     consumers = _first_readers(reads, writes)
     reductions = _reductions(graph, uses, roles, writes)
     heads = dict(find_readers(graph, uses, roles))
+    picks = _picks(graph, uses)
     derived = {use.param for use in graph.uses if use.backward}
     recurrent = {path for layer in graph.layers if layer.kind == "recurrent" for path in layer.params}
     last_writer: dict[int, int] = {}
@@ -200,6 +221,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 same_value=tuple(j for j in others if uses[j].param != use.param),
                 reductions=tuple(reductions.get(i, ())),
                 heads=heads.get(i),
+                picks=tuple(picks.get(i, ())),
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
             )
         )
@@ -224,6 +246,23 @@ def _reductions(
         source = next((i for i in before if writes[i] & reduction.labels), None)
         if source is not None and list(roles[source]).count("free") == 1:
             found.setdefault(source, []).append(reduction)
+    return found
+
+
+def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[tuple[Pick, bool]]]:
+    """Returns what sorts and puts back the rows of ragged products, by the position of the first that stands behind it,
+    or else of the last before it; and whether it stands before that."""
+    found: dict[int, list[tuple[Pick, bool]]] = {}
+    ragged = [i for i, use in enumerate(uses) if use.primitive == RAGGED and use.in_boundary]
+    for pick in graph.picks if ragged else ():
+        behind = next((i for i in ragged if uses[i].site > pick.site), None)
+        before = next((i for i in reversed(ragged) if uses[i].site < pick.site), None)
+        if behind is not None and pick.primitive == "gather":
+            # Between two layers: what puts back the results of the first has as many rows as these.
+            ends = before is not None and uses[before].out_shape == pick.shape != uses[behind].data_shape
+            found.setdefault(before if ends and before is not None else behind, []).append((pick, not ends))
+        elif before is not None:
+            found.setdefault(before, []).append((pick, False))
     return found
 
 
@@ -277,7 +316,7 @@ def flow_of(
     """Returns the flow of a use under a layout.
 
     **Arguments:** `links`: of the use. `split`: what `split_of` says of it. `split_at`: the same of the use at a
-    position before it. `planned`: the layout of every leaf, by path."""
+    position before it. `planned`: the layout of its weight and of the batches that it reads, by path."""
     contracted, free, stacked = split
     own = (*contracted, *free, *stacked)
     mesh, batch_axes, use = setting.mesh, setting.batch_axes, links.use
@@ -293,6 +332,7 @@ def flow_of(
         stacked,
         crossing=any(axis in batch_axes for axis in (*contracted, *free)),
         travels=any(axis in batch_axes for axis in stacked),
+        sorting=tuple(_sortings(links, own, planned, setting)),
         data_share_bytes=links.data_bytes // (num_workers if links.data_batched else 1),
         data_group_bytes=links.data_bytes // (num_shares if links.data_batched else 1),
         out_share_bytes=links.out_bytes // (num_workers if links.out_batched else 1),
@@ -311,6 +351,16 @@ def flow_of(
         reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
     )
+
+
+def _sortings(links: UseLinks, own: Axes, planned: Mapping[str, LeafPlan], setting: Setting) -> Iterator[Sorting]:
+    """Yields what sorts the rows around a use, where each device computes its own of them: its weight is stored in
+    parts. Elsewhere XLA may have every device compute all. `own`: the axes over which the weight stays split."""
+    axes = setting.mesh.present(setting.batch_axes)
+    for pick, is_before in links.picks:
+        if set(planned[links.use.param].axes) & set(axes) - set(own):
+            num_bytes = _num_bytes(pick.shape, pick.dtype) * pick.trips
+            yield Sorting(pick, axes, is_before, num_bytes, num_rows=math.prod(pick.rows) * pick.trips)
 
 
 def _shared(heads: HeadReaders, split_at: Callable[[int], Split], setting: Setting) -> SharedHeads | None:

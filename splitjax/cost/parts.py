@@ -109,7 +109,7 @@ class Layout:
         """Returns what moves activations around the use at position `i`."""
         flow, mesh, manner = self.flows[i], self.setting.mesh, self.manner
         use = flow.use
-        if not flow.axes and flow.shared is None:
+        if not flow.axes and flow.shared is None and not flow.sorting:
             return ()  # whatever is split around it, it reads and writes what is whole
         layer = self.structure.names.get(use.param, use.layer)
         events = use_events(i, self.flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
@@ -191,7 +191,7 @@ def flows_at(
 
     flows = {}
     for i in uses:
-        planned = {path: leaves[position[path]] for path in links[i].use.fed_by}
+        planned = {path: leaves[position[path]] for path in (*links[i].use.fed_by, links[i].use.param)}
         flows[i] = flow_of(links[i], split_at(i), split_at, planned, setting)
     return flows
 

@@ -187,6 +187,25 @@ class Reduction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pick:
+    """Describes an operation of the forward computation that picks rows of activations from all examples, or puts rows
+    at the places of examples.
+
+    - `primitive`: its name: `gather`, `scatter` or `scatter-add`. `site`: of the operation.
+    - `shape`: of the value with all examples. `rows`: of what is picked or put. `dtype`: of both.
+    - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
+    """
+
+    primitive: str
+    site: tuple[int, ...]
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    dtype: str
+    trips: int
+    repeated: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Gradient:
     """Describes a result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a
     cast).
@@ -293,6 +312,7 @@ class Graph:
     - `gradients`: gradients of parameters, by every boundary.
     - `spreads`: where parameters meet every example alike, in program order.
     - `reductions`: of activations, with a result for each example, in program order.
+    - `picks`: where rows of activations are picked from all examples, or put among them, in program order.
     - `tables`: parameters that rows are looked up in.
     - `scanned`: what loops around the gradient read turn by turn and holds examples.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
@@ -320,6 +340,7 @@ class Graph:
     gradients: tuple[Gradient, ...] = ()
     spreads: tuple[Spread, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    picks: tuple[Pick, ...] = ()
     tables: tuple[LookupTable, ...] = ()
     scanned: tuple[ScannedBatch, ...] = ()
     foreign: tuple[ForeignCall, ...] = ()

@@ -1,8 +1,10 @@
 """Finds the reductions that leave a value for each example: a loss's maximum and sum over classes, the class it looks
-up, the class that is likeliest.
+up, the class that is likeliest. And finds where rows of activations are picked from all examples, or put among them:
+tokens that are sorted by expert.
 
-A flat step and its dim classes come in; `Reduction`s come out. They exist because a reduction over a dim that devices
-have parts of is a collective: each device reduces its part, and the devices' results are brought together.
+A flat step and its dim classes come in; `Reduction`s and `Pick`s come out. They exist because a reduction over a dim
+that devices have parts of is a collective: each device reduces its part, and the devices' results are brought together.
+So is a pick, whose rows may lie on any device.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
-from splitjax.trace.graph import Reduction
+from splitjax.trace.graph import Pick, Reduction
 
 
 def find_reductions(
@@ -40,6 +44,25 @@ def find_reductions(
             )  # fmt: skip
 
 
+def find_picks(
+    flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int], repeated: Sequence[int]
+) -> Iterator[Pick]:
+    """Yields where the forward computation of `flat` picks examples of floating-point values by number, or puts rows at
+    the places of numbers, in program order. The arguments are those of `find_reductions`."""
+    for number, op in enumerate(flat.ops):
+        indexed = _indexed(op)
+        if indexed is None or op.phase == BACKWARD or number in weights or len(op.outputs) != 1:
+            continue
+        whole, rows = (op.inputs[0], op.outputs[0]) if op.primitive == "gather" else (op.outputs[0], op.inputs[2])
+        dims = classes.dims(whole, len(flat.shapes[whole]))
+        leading = [dims[dim][0] for dim in indexed if dims[dim]]
+        if np.issubdtype(np.dtype(flat.dtypes[whole]), np.inexact) and examples.intersection(leading):
+            yield Pick(
+                op.primitive, op.site, flat.shapes[whole], flat.shapes[rows], flat.dtypes[whole], op.trips,
+                repeated[number],
+            )  # fmt: skip
+
+
 def _axes(op: Op) -> tuple[int, ...]:
     return tuple(op.params["axes"])
 
@@ -48,6 +71,16 @@ def _looked_up(op: Op) -> tuple[int, ...]:
     """Returns the dims of the operand of a lookup of which one place is taken for each result."""
     numbers: Any = op.params["dimension_numbers"]
     return tuple(dim for dim in numbers.start_index_map if dim in numbers.collapsed_slice_dims)
+
+
+def _indexed(op: Op) -> tuple[int, ...] | None:
+    """Returns the dims of the whole value along which an operation picks or puts rows; None where it does neither."""
+    if op.primitive not in ("gather", "scatter", "scatter-add"):
+        return None
+    numbers: Any = op.params["dimension_numbers"]
+    if op.primitive == "gather":
+        return tuple(dim for dim in numbers.start_index_map if dim in numbers.collapsed_slice_dims)
+    return tuple(dim for dim in numbers.scatter_dims_to_operand_dims if dim in numbers.inserted_window_dims)
 
 
 _REDUCED: Mapping[str, Callable[[Op], tuple[int, ...]]] = {

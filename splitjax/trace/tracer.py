@@ -26,7 +26,7 @@ from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
-from splitjax.trace.reductions import find_reductions
+from splitjax.trace.reductions import find_picks, find_reductions
 from splitjax.trace.repeating import count_repetitions
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.stepping import Stepping, count_turns, find_stepping, reads_a_turn
@@ -124,6 +124,7 @@ def _assemble(
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
         reductions=tuple(find_reductions(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated)),
+        picks=tuple(find_picks(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated)),
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
         dealt=find_dealt(flat, classes, sources, arguments),

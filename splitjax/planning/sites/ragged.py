@@ -3,8 +3,8 @@
 A step's graph and its layout come in, sentences for the plan come out. Tokens that are sorted by expert lie where their
 expert is for no device. Where the experts' weights are stored in parts, each device computes its own rows with the
 weights of all experts, which are gathered as those of any other layer (`scatter.py`); the tokens of all devices are
-gathered to be sorted, and their results to be brought back. Elsewhere XLA gathers tokens and weights, and every device
-computes all of it (TPU, jax 0.10.2; on CPU the weights alone). No exchange of tokens is planned (`cost.collectives`).
+gathered to be sorted, and their results to be brought back, as planned (`cost.collectives`). Elsewhere XLA gathers
+tokens and weights, and every device computes all of it (TPU, jax 0.10.2; on CPU the weights alone).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def ragged_notes(
 def _divided_note(use: Use, mesh: MeshShape, batch_axes: tuple[str, ...]) -> str:
     return (
         f"{use.layer} is evaluated by ragged_dot: each device computes its own rows with the weights of all experts,"
-        " whose gathers this plan lists. It does not count what it takes to sort tokens by expert and to bring results"
-        f" back: XLA gathers those of all devices along {axes_text(mesh, batch_axes)} for either"
-        f" ({bytes_text(_tokens(use))} where this layer reads them). Tokens that are dealt out by capacity travel to"
-        " their experts alone"
+        f" and XLA gathers the tokens of all devices along {axes_text(mesh, batch_axes)} to sort them by expert and to"
+        f" bring results back ({bytes_text(_tokens(use))} where this layer reads them). Tokens that are dealt out by"
+        " capacity travel to their experts alone"
     )
 
 
