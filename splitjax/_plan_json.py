@@ -111,8 +111,8 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
             Collective: COLLECTIVE_FORM,
             Purpose: PURPOSE_FORM,
         },
-        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries", "warnings"),
-        unless_empty=("boundaries", "compute", "warnings"),
+        entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries", "warnings", "remat"),
+        unless_empty=("boundaries", "compute", "warnings", "remat"),
         finite=True,
         check=check,
     )

@@ -312,6 +312,27 @@ class PartialPlan:
     examples: tuple[Count, ...] = ()  # by slot, where `rebalance` gives them different shares
 
 
+DOTS, NOTHING = "dots_saveable", "nothing_saveable"
+EVERY_BLOCK = "*"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRemat:
+    """Says what repeated blocks of a loss keep for the backward pass, which computes the rest of them again.
+
+    - `name`: of all blocks of one make, such as `params/block*`, or of a scan over layers; `*` for those that are not
+      named.
+    - `keeps`: the policy of `jax.checkpoint`: `dots_saveable` for products, `nothing_saveable` for their inputs alone.
+    """
+
+    name: str
+    keeps: Annotated[str, OneOf((DOTS, NOTHING))]
+
+    def __str__(self) -> str:
+        kept = "products" if self.keeps == DOTS else "nothing"
+        return f"{kept} of {'every block' if self.name == EVERY_BLOCK else self.name} kept"
+
+
 @dataclasses.dataclass(frozen=True)
 class BoundaryPlan:
     """Says how a gradient boundary runs.

@@ -68,6 +68,11 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `microbatches`: in how many parts a device takes the gradients of its examples, for less memory, where
       `splitjax.value_and_grad` is not told; None for whole. It does not change the numbers. `"auto"` takes the fewest
       with which the step is within `memory_budget`, alone or with rules and mesh (docs/choosing.md).
+    - `remat`: what repeated blocks of the loss, and the bodies of its scans over layers, keep for the backward pass,
+      which computes the rest of them again, for less memory: `"dots_saveable"` for products, `"nothing_saveable"`, as
+      `jax.checkpoint_policies` has them, or `{"params/block*": "dots_saveable"}` by name; None for what the step says
+      itself. It does not change the numbers. `"auto"` takes what is predicted to be fastest within `memory_budget`,
+      alone or with rules and mesh (docs/choosing.md).
     - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its
       name, `"auto"`, or `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where
       that changes the numbers. The first three steps are observed, then the step is compiled once more
@@ -77,8 +82,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     - `verify`: `"first"` compares the step with one device, at small sizes, before the first call of each signature
       (`ParallelStep.verify`), and raises `VerificationError` where its numbers differ. It takes some seconds.
     - `memory_budget`: what a device may need, `"16GiB"` or bytes, beside an option that is `"auto"`: `rules`, `mesh`,
-      `shard_state` or `microbatches`. A layout is chosen only if the upper bound of the memory of its plan is within,
-      and a `BudgetError` says so where none is, with what would change that.
+      `shard_state`, `remat` or `microbatches`. A layout is chosen only if the upper bound of the memory of its plan is
+      within, and a `BudgetError` says so where none is, with what would change that.
     - `target`: the machine that the step is for, such as `"tpu:v5e:4x4"`, where it is not the one that JAX sees: rules
       and mesh are chosen by its published figures, the memory that plans tell is that of its compiler, and the step is
       planned and lowered for its devices, and does not run without them (docs/planning.md). A file that `splitjax

@@ -26,6 +26,7 @@ from splitjax._plan_explained import Alternative, Explainer, Explanation, StepCo
 from splitjax._plan_json import FORMAT, codec_of
 from splitjax._plan_parts import (
     ROW_EXCHANGE,
+    BlockRemat,
     BoundaryPlan,
     Collective,
     Compute,
@@ -55,6 +56,7 @@ __all__ = [
     "GRADIENT_SUMS",
     "ROW_EXCHANGE",
     "Alternative",
+    "BlockRemat",
     "BoundaryPlan",
     "Collective",
     "ComingMemory",
@@ -172,6 +174,7 @@ class Plan:
     - `partial`: partial backpropagation, where it was asked for.
     - `boundaries`: how the step's gradient boundaries run, in program order.
     - `compute`: what a device computes, over an even share of it. `warnings`: what is wasted, each with its remedy.
+    - `remat`: which repeated blocks are computed again in the backward pass, beside what the step says itself.
 
     `explainer` explains the step that the plan is made from; it is no field, so that a copy, a plan that was read from
     a file and a changed one have none.
@@ -194,6 +197,7 @@ class Plan:
     boundaries: tuple[BoundaryPlan, ...] = ()
     compute: Compute = Compute()
     warnings: tuple[PlanWarning, ...] = ()
+    remat: tuple[BlockRemat, ...] = ()
     explainer: dataclasses.InitVar[Explainer | None] = None
 
     def __post_init__(self, explainer: Explainer | None) -> None:
@@ -389,5 +393,6 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from of_entries("table", a.syncs, b.syncs, lambda sync: sync.param)
     yield from of_partial(a.partial, b.partial)
     yield from of_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
+    yield from of_entries("block computed again", a.remat, b.remat, lambda each: each.name)
     yield from of_entries("warning", a.warnings, b.warnings, lambda warning: warning.kind)
     yield from of_entries("note", a.notes, b.notes, repr)

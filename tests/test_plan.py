@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import (
+    BlockRemat,
     BoundaryPlan,
     Collective,
     Compute,
@@ -323,6 +324,7 @@ def test_digest_changes_with_any_field():
         "boundaries": (BoundaryPlan((3,), "loss_fn at train.py:12", "microbatches", 4, ""),),
         "compute": Compute(8, 4),
         "warnings": (PlanWarning("whole", 0.5, "half of it is whole", "split it"),),
+        "remat": (BlockRemat("params/block*", "dots_saveable"),),
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]

@@ -47,7 +47,7 @@ CAUGHT = {
         1,
         "rules that do not go with the step's options are no candidate: the next ones are tried",
     ),
-    "compile/choosing.py: _cheapest_change.fitting": (
+    "compile/choosing.py: _cheapest_changes.fitting": (
         1,
         "options that the step does not take with a layout are no change that an error can name",
     ),

@@ -89,7 +89,10 @@ class SharedChoice:
         decided = self._decided
         if decided is not None and decided.choice is not None:
             best = decided.choice.best
-            chosen = {"rules": decided.rules, "shard_state": best.shards_state, "microbatches": best.microbatches}
+            chosen = {
+                "rules": decided.rules, "shard_state": best.shards_state, "microbatches": best.microbatches,
+                "remat": {each.name: each.keeps for each in best.remat},
+            }  # fmt: skip
             return {**self._told, **chosen, "mesh": self.mesh, "memory_budget": None}
         return {**self._told, "mesh": self._asked if isinstance(self._asked, AutoMesh) else self.mesh}
 

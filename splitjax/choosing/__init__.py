@@ -2,7 +2,8 @@
 
 from splitjax.auto_mesh import AutoMesh, mesh_asked_for, mesh_shapes
 from splitjax.choosing.axis_orders import other_orders
-from splitjax.choosing.choice import MICROBATCHES, Answer, Candidate, Choice, Refused, Variable
+from splitjax.choosing.candidate import Answer, Candidate, Refused, Variable
+from splitjax.choosing.choice import MICROBATCHES, REMAT, Choice
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
 from splitjax.choosing.domain import num_experts
 from splitjax.choosing.layering import Pricing, laid_out
@@ -12,6 +13,7 @@ from splitjax.choosing.trade_off import Point, TradeOff, trade_off
 
 __all__ = [
     "MICROBATCHES",
+    "REMAT",
     "Answer",
     "AutoMesh",
     "Candidate",

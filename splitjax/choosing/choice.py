@@ -11,126 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 
 from splitjax.choosing.axis_orders import Crossing, told
+from splitjax.choosing.candidate import Answer, Candidate, Refused, Variable
 from splitjax.display import registry
 from splitjax.display.figures import bytes_text
 from splitjax.mesh import MeshShape
-from splitjax.rules.ruleset import AUTO, RuleSet
+from splitjax.rules.ruleset import RuleSet
 
 # Stands for the solver where no search was made, or none found what fits.
 NO_SOLVER = "none"
 _SHOWN = 7  # of the candidates in a plan
-STATE, MICROBATCHES = "shard_state", "microbatches"
-
-
-@dataclasses.dataclass(frozen=True)
-class Variable:
-    """Is one decision: how a layer is laid out, or all layers that repeat it.
-
-    **Attributes:** `name`: of the first layer. `layers`: all of them. `values`: what it could have been, in words.
-    `chosen`: which of these it is.
-    """
-
-    name: str
-    layers: tuple[str, ...]
-    values: tuple[str, ...]
-    chosen: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """Is a rule set on a mesh, and how the step runs under it, with what it was predicted to take.
-
-    **Attributes:** `shards_state`: whether optimizer state and summed gradients of whole parameters lie in parts over
-    the axes of the batch (`shard_state`). `microbatches`: in how many parts a device differentiates its examples.
-    `seconds`: of a step, as a sum of its parts. `state_bytes`: of a device's
-    states, exactly. `peak_bytes`: of a device, as a sum of all that the step stores. `bound_bytes`: what a device needs
-    at most, by the lifetimes of the lowered step; None where it was not lowered to find out. `program_seconds`: of the
-    lowered step on its machine, as `step.time` says; None where it was not lowered, or nothing is known of the machine.
-    """
-
-    rules: RuleSet
-    mesh: MeshShape
-    seconds: float
-    state_bytes: int
-    peak_bytes: int
-    bound_bytes: int | None = None
-    program_seconds: float | None = None
-    shards_state: bool = False
-    microbatches: int = 1
-
-    @property
-    def name(self) -> str:
-        """The name of the rule set, what tells answers of the search from each other, and how the step runs."""
-        state = " with sharded state" if self.shards_state else ""
-        return f"{self._layout}{state}" + (f" in {self.microbatches} microbatches" if self.microbatches > 1 else "")
-
-    @property
-    def _layout(self) -> str:
-        if self.rules.name != AUTO:
-            return self.rules.name
-        batch = self.rules.replicated_batch
-        over = "all devices" if batch == "all" else batch if isinstance(batch, str) else "+".join(batch)
-        return f"{AUTO} (examples of whole layers over {over})"
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a device needs: at most, where that is known, and as a sum else."""
-        return self.peak_bytes if self.bound_bytes is None else self.bound_bytes
-
-    @property
-    def best_known_seconds(self) -> float:
-        """What a step takes: by its program, where that is known, and as a sum else."""
-        return self.seconds if self.program_seconds is None else self.program_seconds
-
-    def fits(self, budget_bytes: float) -> bool:
-        """Whether a device needs at most `budget_bytes`."""
-        return self.needed_bytes <= budget_bytes
-
-    def is_as(self, other: Candidate) -> bool:
-        """Whether it is the same rules on the same mesh as `other`, and runs alike."""
-        return self.holds_as(other) and self.microbatches == other.microbatches
-
-    def holds_as(self, other: Candidate) -> bool:
-        """Whether it is the same rules on the same mesh as `other`, with the states in the same places."""
-        return self.lies_as(other) and self.shards_state == other.shards_state
-
-    def lies_as(self, other: Candidate) -> bool:
-        """Whether it is the same rules on the same mesh as `other`, however each runs."""
-        return self.mesh == other.mesh and self.rules == other.rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """Is what the search says of a network: the rules as a whole, the variables, and the proof.
-
-    **Attributes:** `network_seconds`, `bound_seconds`: what it costs as a sum over layers and neighbours, and what no
-    assignment that fits costs less than. `solver`: who proved it. `clock_struck`: whether the clock and not the limit
-    of work ended the search. `within_bytes`: what it was to store at most, as a sum; infinity for no limit.
-    """
-
-    candidate: Candidate
-    variables: tuple[Variable, ...]
-    network_seconds: float
-    bound_seconds: float
-    solver: str
-    clock_struck: bool
-    within_bytes: float = math.inf
-
-    @property
-    def gap(self) -> float:
-        """How much cheaper the best assignment could be, relative to this one; 0 is proven best."""
-        if not self.network_seconds > self.bound_seconds:
-            return 0.0
-        return (self.network_seconds - self.bound_seconds) / self.network_seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """Is a rule set that was no candidate on a mesh. `mesh`: None for any of them. `why`: in words."""
-
-    rules: str
-    mesh: MeshShape
-    why: str
+STATE, MICROBATCHES, REMAT = "shard_state", "microbatches", "remat"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -149,7 +39,7 @@ class Choice:
       number of these is limited.
     - `budget_bytes`: of a device; infinity without one.
     - `given`: the name of the rules where they were given; empty where they were chosen.
-    - `also`: the other options that were left to be chosen: `shard_state`, `microbatches`.
+    - `also`: the other options that were left to be chosen: `shard_state`, `remat`, `microbatches`.
     - `crossings`: which axes of a mesh cross slow links, between hosts, slices or processes; empty where none do.
     """
 
@@ -220,7 +110,7 @@ class Choice:
 
     def taking(self, taken: Candidate, lowered: Sequence[Candidate]) -> Choice:
         """Returns the choice with what is `taken` in the end. `lowered`: the candidates of which it was found out what
-        a device needs at most; those in microbatches come to the others."""
+        a device needs at most; those that run otherwise, in microbatches, say, come to the others."""
         known = lambda each: next((other for other in lowered if other.is_as(each)), each)
         more = [each for each in lowered if not any(each.is_as(other) for other in self.candidates)]
         candidates = sorted((*map(known, self.candidates), *more), key=lambda each: each.seconds)
@@ -263,6 +153,8 @@ class Choice:
             yield from self._about_rules()
         if STATE in self.also:
             yield self._about_state()
+        if REMAT in self.also:
+            yield self._about_remat()
         if MICROBATCHES in self.also:
             yield self._about_microbatches()
         yield from self._about_budget()
@@ -328,7 +220,7 @@ class Choice:
     def _about_state(self) -> str:
         """Says how optimizer state lies, and what the other way would take."""
         best = self.best
-        others = (each for each in self.candidates if each.lies_as(best) and not each.holds_as(best))
+        others = (each for each in self.candidates if each.lies_as(best) and each.shards_state != best.shards_state)
         other = min(others, key=lambda each: abs(each.microbatches - best.microbatches), default=None)
         if other is None:
             return (
@@ -338,6 +230,24 @@ class Choice:
         lies = "optimizer state and summed gradients lie in parts over the axes of the batch"
         how = (lies, "whole") if best.shards_state else ("optimizer state lies as its parameters do", "sharded")
         return f"{STATE}: {how[0]}: {self._figures(best)}; {how[1]}: {self._figures(other)} ({self.verdict(other)})"
+
+    def _about_remat(self) -> str:
+        """Says which blocks are computed again, and why."""
+        best, limit = self.best, self.budget_bytes
+        refused = next((each for each in self.refused if each.rules == f"any with {REMAT}"), None)
+        if refused is not None:
+            return f"{REMAT}: nothing is computed again: {refused.why}"
+        if math.isinf(limit):
+            return f"{REMAT}: everything is kept as the step is written, as no budget asks for less"
+        if not best.remat:
+            return f"{REMAT}: everything is kept as the step is written: it fits, and what is computed again takes time"
+        others = (each for each in self.candidates if each.stores_as(best) and each.microbatches == best.microbatches)
+        told = [
+            f"{each.kept} {bytes_text(each.needed_bytes)} at most, {_told(each)}"
+            for each in others
+            if not each.is_as(best) and each.bound_bytes is not None
+        ]
+        return f"{REMAT}: {'; '.join((f'{best.kept}: {self._figures(best)}', *told))}"
 
     def _about_microbatches(self) -> str:
         """Says in how many parts a device differentiates its examples, and why."""

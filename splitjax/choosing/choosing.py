@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.auto_mesh import AutoMesh
 from splitjax.choosing.axis_orders import crossing, other_orders
-from splitjax.choosing.choice import MICROBATCHES, STATE, Answer, Candidate, Choice, Refused
+from splitjax.choosing.candidate import Answer, Candidate, Refused
+from splitjax.choosing.choice import MICROBATCHES, REMAT, STATE, Choice
 from splitjax.choosing.domain import batch_modes, groups_of, num_experts, speaks_of
 from splitjax.choosing.layering import Pricing, answers, laid_out
 from splitjax.choosing.prices import Prices
 from splitjax.display.figures import bytes_text
 from splitjax.errors import BudgetError, SplitjaxError
 from splitjax.mesh import MeshShape
+from splitjax.plan import BlockRemat
 from splitjax.roles import Role
 from splitjax.rules.pins import Pin
 from splitjax.rules.ruleset import AUTO, RuleSet, available, load_rules
@@ -285,13 +287,13 @@ def over_budget(
     budget_bytes: float,
     smallest: Candidate,
     num_examples: int | None,
-    change: Candidate | None = None,
+    changes: Sequence[Candidate] = (),
     why_whole: str = "",
 ) -> BudgetError:
     """Returns the error for a step of which every layout that was found needs more than a budget.
 
-    **Arguments:** `smallest`: the one that needs least. `num_examples`: of the batch. `change`: what fits by options
-    that were not asked for. `why_whole`: why microbatches that were asked for are no candidates."""
+    **Arguments:** `smallest`: the one that needs least. `num_examples`: of the batch. `changes`: what fits by options
+    that were not asked for, the fastest first. `why_whole`: why microbatches that were asked for are no candidates."""
     least = smallest.needed_bytes
     message = f"no layout that was found fits: the least that a device needs is {bytes_text(least)}, by {smallest.name}"
     if smallest.state_bytes > budget_bytes:
@@ -299,8 +301,7 @@ def over_budget(
     else:
         conflict = f"; {bytes_text(smallest.state_bytes)} of these are states, the rest lives during the step"
     remedies = [f"allow {least} bytes a device", "use more devices"]
-    if change is not None:
-        remedies.append(_said(change, smallest))
+    remedies += [_said(change, smallest) for change in changes]
     fewer = f" than {num_examples} examples at once" if num_examples else ""
     return BudgetError(
         f"{message} on {smallest.mesh}{conflict}" + (f" ({why_whole})" if why_whole else ""),
@@ -313,8 +314,15 @@ def over_budget(
 def _said(change: Candidate, smallest: Candidate) -> str:
     """Returns the options with which a `change` of the step fits, in words. `smallest`: what needs least without."""
     options = [f"{STATE}=True"] if change.shards_state and not smallest.shards_state else []
+    options += [f"{REMAT}={_as_option(change.remat)}"] if change.remat != smallest.remat else []
     options += [f"{MICROBATCHES}={change.microbatches}"] if change.microbatches > smallest.microbatches else []
     return (
         f"say {' and '.join(options)}, with which it fits in {bytes_text(change.needed_bytes)}"
         f" ({1e3 * change.seconds:.4g} ms a step by {change.name} on {change.mesh})"
     )
+
+
+def _as_option(remat: tuple[BlockRemat, ...]) -> str:
+    """Returns what a user writes for blocks that are computed again: a word where all keep alike."""
+    keeps = {each.keeps for each in remat}
+    return f'"{keeps.pop()}"' if len(keeps) == 1 else str({each.name: each.keeps for each in remat})

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from splitjax.choosing.choice import Answer, Candidate, Variable
+from splitjax.choosing.candidate import Answer, Candidate, Variable
 from splitjax.choosing.domain import Group, Mode, rule_set
 from splitjax.choosing.prices import Prices
 from splitjax.choosing.sums import StepSums
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan
+from splitjax.plan import BlockRemat, LeafPlan
 from splitjax.rules.assign import Assignment, assign
 from splitjax.rules.pins import Pin
 from splitjax.rules.ruleset import RuleSet
@@ -39,7 +39,7 @@ _ROUNDS = 4
 class Pricing:
     """Says what rule sets cost a step on a mesh. `pins`: where users pinned arrays; `backward`: whether it takes a
     gradient; `shards_state`: whether optimizer state of whole parameters lies in parts; `microbatches`: in how many a
-    device differentiates its examples."""
+    device differentiates its examples; `remat`: which blocks the graph computes again."""
 
     graph: Graph
     mesh: MeshShape
@@ -48,18 +48,21 @@ class Pricing:
     backward: bool
     shards_state: bool = False
     microbatches: int = 1
+    remat: tuple[BlockRemat, ...] = ()
 
     def candidate(self, rules: RuleSet, prediction: Prediction) -> Candidate:
         """Returns `rules` with what the `prediction` of them takes."""
         memory, number = prediction.memory, self.microbatches
         seconds = self.prices.seconds(prediction)
         peak_bytes = memory.peak_bytes
+        if self.remat:
+            seconds += self.prices.seconds_again(prediction)
         if number > 1:
             seconds += (number - 1) * self.prices.seconds_of_a_part(prediction)
             peak_bytes -= memory.activation_bytes - memory.activation_bytes // number
         return Candidate(
             rules, self.mesh, seconds, memory.state_bytes, peak_bytes, shards_state=self.shards_state,
-            microbatches=number,
+            microbatches=number, remat=self.remat,
         )  # fmt: skip
 
     def parts(self, prediction: Prediction) -> tuple[int, ...]:

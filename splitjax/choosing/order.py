@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from splitjax.choosing.choice import Candidate, Choice
+from splitjax.choosing.candidate import Candidate
+from splitjax.choosing.choice import Choice
 
 # So many candidates are lowered for the time of their programs, the best as a sum first, of meshes of two axes and of
 # each kind of third axis; with the best of every shipped rule set, and what comes after the fastest.
@@ -18,13 +19,14 @@ _FEW, _FEW_OF_THREE_AXES = 4, 2
 
 
 def in_turn(
-    choice: Choice, lowered: list[Candidate], most: int | None, in_parts: Callable[[Candidate], list[Candidate]]
+    choice: Choice, lowered: list[Candidate], most: int | None, otherwise: Callable[[Candidate], list[Candidate]]
 ) -> Iterator[Candidate]:
     """Yields the candidates in the order in which they are lowered, the fastest as a sum first, until enough of those
     that were `lowered` fit: one, or where they are timed, the best few and the best of every rule set, `most` in all.
     Where none fits, those whose states alone are over the budget come last, to tell which of all needs least; what
-    cannot be that any more is left out. `in_parts`: returns a candidate in microbatches, the fewest first; they come in
-    the same order, where the candidate does not fit and they may."""
+    cannot be that any more is left out. `otherwise`: returns how else a candidate can run for less memory, in
+    microbatches and with blocks computed again; these come in the same order, where the candidate does not fit and they
+    may."""
     budget, waiting = choice.budget_bytes, _Waiting(choice.budget_bytes, lowered)
     for candidate in choice.candidates if most is None else _distinct(choice.candidates):
         yield from waiting.until(candidate.seconds, most)
@@ -37,7 +39,7 @@ def in_turn(
         if candidate.state_bytes <= budget and (is_among_few or is_first_of_its_name):
             yield candidate
             if any(each.is_as(candidate) and not each.fits(budget) for each in lowered):
-                waiting.add(in_parts(candidate))
+                waiting.add(otherwise(candidate))
     if not any(each.fits(budget) for each in lowered):
         yield from waiting.until(math.inf, None)
     if any(each.fits(budget) for each in lowered):
@@ -51,14 +53,20 @@ def in_turn(
 
 
 def may_fit(candidate: Candidate, lowered: Iterable[Candidate], budget_bytes: float) -> bool:
-    """Whether a candidate in microbatches may fit where the same in fewer was `lowered` and did not.
+    """Whether a candidate that runs otherwise for less memory may fit, by what was `lowered`. Where the same fits that
+    keeps more in the backward pass it is not needed, and neither is one in microbatches where it fits in fewer.
 
     All that is stored beside the states is at most divided by their number. What a moment of the loop over microbatches
     stores is a part that is divided and one that is not, and the peak is the most of all moments: it is convex in one
     over their number, and lies above the line through two known points. (A step without the loop is another program.)
     """
-    fewer = [each for each in lowered if each.holds_as(candidate) and each.microbatches < candidate.microbatches]
-    if not fewer or any(each.fits(budget_bytes) for each in fewer):
+    alike = [each for each in lowered if each.stores_as(candidate) and each.microbatches <= candidate.microbatches]
+    if any(each.fits(budget_bytes) and each.seconds <= candidate.seconds for each in alike):
+        return False
+    if candidate.remat and candidate.microbatches == 1:
+        return candidate.state_bytes <= budget_bytes
+    fewer = [each for each in alike if each.holds_as(candidate) and each.microbatches < candidate.microbatches]
+    if not fewer:
         return False
     share = lambda each: 1 / each.microbatches
     least = [
@@ -71,7 +79,7 @@ def may_fit(candidate: Candidate, lowered: Iterable[Candidate], budget_bytes: fl
 
 
 class _Waiting:
-    """Candidates in microbatches of what does not fit, the fastest as a sum first.
+    """Candidates that run otherwise for less memory than what does not fit, the fastest as a sum first.
 
     **Arguments:** `budget_bytes`: of a device. `lowered`: what was lowered so far, which grows.
     """

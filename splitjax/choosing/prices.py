@@ -120,6 +120,15 @@ class Prices:
         moved = _PASSES_OF_A_PART * sum(leaf.bytes_per_device for leaf in weights)
         return moved / self.memory_bytes_per_second + sum(waits) + self.sending_seconds(again, mesh)
 
+    def seconds_again(self, prediction: Prediction) -> float:
+        """Returns the seconds that the backward pass takes longer for what it computes again of the forward pass.
+
+        Products are those that the graph says are repeated; activations are written and read once more. What is sent
+        again is among the prediction's collectives."""
+        uses = zip(prediction.flows, prediction.split_by_use, strict=True)
+        flops = sum(flow.use.flops * flow.use.repeated // split for flow, split in uses)
+        return self.of_sums(flops, prediction.memory.activation_bytes, 0.0)
+
     def sending_seconds(self, collectives: Iterable[Collective], mesh: MeshShape) -> float:
         """Returns the seconds of collectives, one after the other."""
         return self.sender(mesh)(collectives)

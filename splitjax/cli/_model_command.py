@@ -25,6 +25,7 @@ from splitjax.cli._options import (
     ModelOption,
     OptimizerName,
     OptionValueError,
+    RematText,
     RoleTexts,
     SizeText,
     check_positive,
@@ -86,6 +87,9 @@ class ModelCommand(CommandOptions):
     microbatches: MicrobatchText | None = None
     """In how many parts a device takes the gradients of its examples; auto takes the fewest that --memory-budget
     allows."""
+    remat: RematText | None = None
+    """What repeated blocks keep for the backward pass, which computes the rest again; auto takes what is predicted to
+    be fastest within --memory-budget."""
     library: Library = "linen"
     """Which of the two Flax libraries the model is written in."""
     optimizer: OptimizerName = "adam"
@@ -177,6 +181,7 @@ class ModelCommand(CommandOptions):
                 budget,
                 self.chosen_for,
                 parse_microbatches(self.microbatches),
+                self.remat,
             ),
             self.optimizer,
             self.batch_size,

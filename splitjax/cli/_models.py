@@ -12,7 +12,7 @@ import optax
 
 import splitjax
 from splitjax.auto_mesh import AutoMesh, AutoWord
-from splitjax.cli._options import Library, ModelName, OptimizerName
+from splitjax.cli._options import Library, ModelName, OptimizerName, RematText
 from splitjax.mesh import MeshShape
 from splitjax.roles import Role
 
@@ -69,7 +69,8 @@ class LayoutChoice:
     """Says how the step is laid out.
 
     - `mesh`: its axes with their sizes, or how many devices it is chosen for. `roles`: what was said of its axes.
-    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`, `microbatches`: as of `splitjax.parallelize`.
+    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`, `microbatches`, `remat`: as of
+      `splitjax.parallelize`.
     """
 
     mesh: MeshShape | AutoMesh
@@ -80,6 +81,7 @@ class LayoutChoice:
     memory_budget: int | None = None
     target: str | pathlib.Path | None = None
     microbatches: int | AutoWord | None = None
+    remat: RematText | None = None
 
 
 def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:
@@ -105,6 +107,7 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
         "memory_budget": layout.memory_budget,
         "target": layout.target,
         "microbatches": layout.microbatches,
+        "remat": layout.remat,
     }
     if isinstance(spec, models.OwnStep):
         step = splitjax.parallelize(spec.train_step, **options)

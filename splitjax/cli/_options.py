@@ -25,6 +25,7 @@ ModelName = Annotated[str, Shown(metavar="NAME|MODULE:FACTORY")]
 ModelOption = Annotated[tuple[str, ...], Shown(metavar="KEY=VALUE", adds_up=True)]
 Library = Literal["linen", "nnx"]
 GroupComm = Literal["auto", "gather", "turns", "modulo"]
+RematText = Literal["auto", "dots_saveable", "nothing_saveable"]
 OptimizerName = Literal["adam", "momentum", "adafactor", "adagrad"]
 DEFAULT_MODEL = "vgg11"
 DEFAULT_MESH = "data=2,model=4"

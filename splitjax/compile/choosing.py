@@ -1,5 +1,5 @@
 """Decides what a step leaves to be chosen, its rules, its mesh, whether its state is sharded, in how many microbatches
-its gradients are taken, when the first call is planned.
+its gradients are taken, what its blocks keep, when the first call is planned.
 
 A recipe, what is asked for as a mesh, and a call come in; the recipe with what was chosen, the mesh and what was built
 by them come out. The choice depends on the call, the number of devices and the options alone and ends by a limit of
@@ -7,16 +7,17 @@ work, so that processes that run one program choose alike.
 
 The search goes by sums, of seconds and of all that a step stores, which are quick. What is taken is compared by its
 lowered step. With a budget that must fit by the lifetimes of its arrays, as its plan shows them: candidates are
-lowered, the fastest first, until the upper bound of one is within the budget. Where microbatches are chosen, a layout
-that needs more is tried in more and more of them, as long as that could do, in the order of all their seconds. Where
-the machine is known, by a target's published figures or a calibration, the best few that fit are lowered, with the best
-of every shipped rule set, and the fastest program is taken, as `step.time` predicts it: with what is sent while the
-devices compute, and with what is computed again.
+lowered, the fastest first, until the upper bound of one is within the budget. Where microbatches or what blocks keep
+are chosen, a layout that needs more is tried in more and more of them, with blocks computed again, and both, as long as
+that could do, in the order of all their seconds. Where the machine is known, by a target's published figures or a
+calibration, the best few that fit are lowered, with the best of every shipped rule set, and the fastest program is
+taken, as `step.time` predicts it: with what is sent while the devices compute, and with what is computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -26,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.choosing import (
     MICROBATCHES,
+    REMAT,
     AutoMesh,
     Candidate,
     Choice,
@@ -50,6 +52,7 @@ from splitjax.rules.pins import resolve
 from splitjax.rules.ruleset import TO_BE_CHOSEN
 from splitjax.step.arguments import Bound
 from splitjax.step.microbatches import why_not_in_microbatches
+from splitjax.step.remat.rematerialising import Remat, choices_of, repeated_blocks, why_not_again
 from splitjax.step.traced import Traced, trace_anywhere, trace_step
 
 T = TypeVar("T")
@@ -122,6 +125,8 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
         priced.pricings, further=priced.further, reordered=priced.reordered, rules=rules, refused=priced.refused,
         budget_bytes=budget,
     )  # fmt: skip
+    if recipe.chooses_remat:
+        choice = places.with_remat(choice)
     if recipe.chooses_microbatches:
         choice = places.with_microbatches(choice)
     is_timed = recipe.calibration is not None or (recipe.target is not None and bool(recipe.target.kind.peak_flops))
@@ -131,13 +136,13 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
     refusals: list[Refused] = []
     best: tuple[Candidate, Decided[T]] | None = None
     most = _MOST if len(places.graph.uses) <= _LARGE_USES else _MOST_OF_LARGE
-    for candidate in in_turn(choice, lowered, most if is_timed else None, places.in_parts):
+    for candidate in in_turn(choice, lowered, most if is_timed else None, places.otherwise):
         try:
             decided = places.built(choice.taking(candidate, lowered), build)
             found = _lowered(candidate, decided, budget, is_timed)
         except SplitjaxError as error:
             # The options of the step and these rules do not go together, or its program cannot be predicted.
-            if candidate.microbatches > 1:
+            if candidate.microbatches > 1 or candidate.remat:
                 refusals.append(Refused(candidate.name, candidate.mesh, str(error).splitlines()[0]))
             continue
         lowered.append(found)
@@ -146,22 +151,23 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
     choice = dataclasses.replace(choice, refused=(*choice.refused, *refusals))
     if best is None:
         smallest = min(lowered, key=lambda each: each.needed_bytes, default=choice.best)
-        change = _cheapest_change(places, recipe, choice, lowered, build)
-        raise over_budget(budget, smallest, places.graph.num_examples, change, _about_parts(choice))
+        changes = _cheapest_changes(places, recipe, choice, lowered, build)
+        raise over_budget(budget, smallest, places.graph.num_examples, changes, _about_parts(choice))
     choice = choice.taking(best[0], lowered)
     # Again, with notes that have what was found out of all.
     return places.built(choice, build) if is_timed or choice.also else dataclasses.replace(best[1], choice=choice)
 
 
-def _cheapest_change(
+def _cheapest_changes(
     places: _Places, recipe: Recipe, choice: Choice, lowered: Sequence[Candidate], build: Build[T]
-) -> Candidate | None:
+) -> list[Candidate]:
     """Returns what fits where nothing does as the step was asked for, by options that it does not leave to be chosen:
-    one of the layouts that need least, with sharded state, or else in microbatches, the fastest as a sum of those that
-    fit. None where nothing of this fits."""
+    of the layouts that need least, with sharded state, with blocks computed again, and in microbatches, unless sharded
+    state alone does; of each the fastest as a sum, the fastest first."""
     budget, number = choice.budget_bytes, recipe.microbatches or 1
     may_shard = not recipe.shard_state and not recipe.chooses_state
     may_divide = number == 1 and not recipe.chooses_microbatches and places.may_divide
+    may_remat = not recipe.remat and not recipe.chooses_remat and places.may_remat
     tried: list[Candidate] = list(lowered)
 
     def fitting(candidate: Candidate) -> Candidate | None:
@@ -179,10 +185,14 @@ def _cheapest_change(
         sharded = [places.sharded(each) for each in smallest]
         bases += sharded
         found = [each for each in map(fitting, sharded) if each is not None]
-    for base in bases if may_divide and not found else ():
-        in_parts = (fitting(each) for each in places.parts_of(base) if may_fit(each, tried, budget))
-        found += filter(None, [next(filter(None, in_parts), None)])
-    return min(found, key=lambda each: each.seconds, default=None)
+    divided = () if found or not may_divide else bases
+    for way in (*(places.again_of(base) for base in smallest if may_remat), *map(places.parts_of, divided)):
+        smaller = (fitting(each) for each in way if may_fit(each, tried, budget))
+        found += filter(None, [next(filter(None, smaller), None)])
+    fastest: dict[tuple[bool, bool], Candidate] = {}
+    for each in sorted(found, key=lambda each: each.seconds):
+        fastest.setdefault((bool(each.remat), each.microbatches > number), each)
+    return list(fastest.values())
 
 
 def _about_parts(choice: Choice) -> str:
@@ -249,6 +259,7 @@ class _Places:
         self.graph = self._traced.graph
         self._why_whole = why_not_in_microbatches(self._traced.jaxpr)
         self._pricings: list[Pricing] = []
+        self._again: dict[Remat, Traced] = {}
 
     def kept(self) -> KeptChoice | None:
         """Returns where the choice is kept between processes; None where it is not."""
@@ -292,9 +303,36 @@ class _Places:
         refused = (Refused(f"any in several {MICROBATCHES}", choice.mesh, self._why_whole),) if self._why_whole else ()
         return dataclasses.replace(choice, also=(*choice.also, MICROBATCHES), refused=(*choice.refused, *refused))
 
-    def in_parts(self, candidate: Candidate) -> list[Candidate]:
-        """Returns a candidate in every number of microbatches that the step leaves to be chosen, the fewest first."""
-        return self.parts_of(candidate) if self._recipe.chooses_microbatches and self.may_divide else []
+    @functools.cached_property
+    def _remats(self) -> tuple[Remat, ...]:
+        """What blocks can keep beside everything."""
+        return choices_of(repeated_blocks(self._traced.jaxpr)) if self._recipe.returns_state else ()
+
+    @property
+    def may_remat(self) -> bool:
+        """Whether the step has blocks that can be computed again."""
+        return bool(self._remats)
+
+    def with_remat(self, choice: Choice) -> Choice:
+        """Returns a `choice` among what blocks keep, too, with the reason where there are none."""
+        why = why_not_again(self._traced.jaxpr)
+        refused = (Refused(f"any with {REMAT}", choice.mesh, why),) if why else ()
+        return dataclasses.replace(choice, also=(*choice.also, REMAT), refused=(*choice.refused, *refused))
+
+    def otherwise(self, candidate: Candidate) -> list[Candidate]:
+        """Returns how else a candidate can run for less memory, by what the step leaves to be chosen: with blocks
+        computed again, in microbatches, and both."""
+        again = self.again_of(candidate) if self._recipe.chooses_remat else []
+        divides = self._recipe.chooses_microbatches and self.may_divide
+        return [*again, *(part for each in (candidate, *again) for part in (self.parts_of(each) if divides else ()))]
+
+    def again_of(self, candidate: Candidate) -> list[Candidate]:
+        """Returns a candidate with blocks computed again in each way, the fastest as a sum first."""
+        base, found = self._priced_as(candidate, candidate.shards_state), []
+        for remat in self._remats:
+            pricing = dataclasses.replace(base, graph=self._traced_with(remat).graph, remat=remat)
+            found.append(pricing.candidate(candidate.rules, laid_out(pricing, candidate.rules)))
+        return sorted(found, key=lambda each: each.seconds)
 
     def parts_of(self, candidate: Candidate) -> list[Candidate]:
         """Returns a candidate in every number of microbatches above 1, the fewest first."""
@@ -312,7 +350,16 @@ class _Places:
 
     def _priced_as(self, candidate: Candidate, shards: bool) -> Pricing:
         known = next(each for each in self._pricings if each.mesh == candidate.mesh)
-        return dataclasses.replace(known, shards_state=shards, microbatches=candidate.microbatches)
+        return dataclasses.replace(
+            known, graph=self._traced_with(candidate.remat).graph if candidate.remat else known.graph,
+            shards_state=shards, microbatches=candidate.microbatches, remat=candidate.remat,
+        )  # fmt: skip
+
+    def _traced_with(self, remat: Remat) -> Traced:
+        """Returns the call with blocks computed again, for what it costs."""
+        if remat not in self._again:
+            self._again[remat] = self._traced.rematerialised(remat)
+        return self._again[remat]
 
     def built(self, choice: Choice, build: Build[T]) -> Decided[T]:
         """Builds the step as it was chosen."""
@@ -322,8 +369,10 @@ class _Places:
         decided = dataclasses.replace(
             self._recipe, rules=choice.rules, shard_state=best.shards_state, chooses_state=False,
             microbatches=number if number > 1 else self._recipe.microbatches, chooses_microbatches=False,
+            remat=best.remat or self._recipe.remat, chooses_remat=False,
         )  # fmt: skip
-        made, entry = build(decided, mesh, traced.in_microbatches(number), tuple(choice.lines()))
+        traced = traced.rematerialised(best.remat).in_microbatches(number)
+        made, entry = build(decided, mesh, traced, tuple(choice.lines()))
         return Decided(decided, mesh, made, entry, choice)
 
     def _mesh(self, shape: MeshShape) -> Mesh | AbstractMesh:

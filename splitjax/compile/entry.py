@@ -38,6 +38,7 @@ from splitjax.step.arguments import Bound, abstract
 from splitjax.step.padding.stored import stored_array
 from splitjax.step.positions import ArgumentRoles, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
+from splitjax.step.remat.rematerialising import Remat
 from splitjax.step.said import placed_spec
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
@@ -58,7 +59,9 @@ class Recipe:
     - `returns_state`: whether the step returns its states; False for an evaluation.
     - `group_comm`, `shard_state`, `sync`, `backprop`: the options of these names.
     - `microbatches`: in how many its gradients are taken, where it does not say so itself; None for whole.
-    - `chooses_state`, `chooses_microbatches`: whether `shard_state`, and `microbatches`, are still to be chosen.
+    - `remat`: which repeated blocks are computed again in the backward pass, where it does not say so itself.
+    - `chooses_state`, `chooses_microbatches`, `chooses_remat`: whether `shard_state`, `microbatches` and `remat` are
+      still to be chosen.
     - `roles`: what the user said that mesh axes are for.
     - `uneven`: `error` or `pad`, for sizes that do not divide.
     - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
@@ -79,6 +82,8 @@ class Recipe:
     microbatches: int | None = None
     chooses_state: bool = False
     chooses_microbatches: bool = False
+    remat: Remat = ()
+    chooses_remat: bool = False
     sync: SyncRequest = DENSE
     backprop: PartialBackprop | None = None
     verify: str | None = None
@@ -91,8 +96,8 @@ class Recipe:
     @property
     def is_open(self) -> bool:
         """Returns whether something of it but its mesh is left to be chosen. A pinned plan decides for itself."""
-        is_open = self.rules == TO_BE_CHOSEN or self.chooses_state or self.chooses_microbatches
-        return is_open and self.pinned is None
+        chooses = self.chooses_state or self.chooses_microbatches or self.chooses_remat
+        return (self.rules == TO_BE_CHOSEN or chooses) and self.pinned is None
 
     @functools.cached_property
     def request(self) -> SyncRequest:

@@ -27,6 +27,7 @@ from splitjax.codec import Codec, Wording
 from splitjax.compile.entry import Recipe
 from splitjax.errors import PlanError, SplitjaxError
 from splitjax.mesh import MeshShape, platform_of
+from splitjax.plan import BlockRemat
 from splitjax.roles import Role
 from splitjax.rules import RuleSet
 from splitjax.rules.ruleset import available, load_rules, parse_rules
@@ -37,7 +38,7 @@ from splitjax.step.traced import Traced
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
-FORMAT = 4
+FORMAT = 5
 # Of a value whose text is not the same in another process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Axes = tuple[tuple[str, int], ...]
@@ -56,6 +57,7 @@ class _Candidate:
     program_seconds: float | None
     shards_state: bool
     microbatches: int
+    remat: tuple[BlockRemat, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ class KeptChoice:
         mesh = lambda axes: MeshShape(axes).with_roles(self.roles)
         candidate = lambda each: Candidate(
             rules[each.rules], mesh(each.mesh), each.seconds, each.state_bytes, each.peak_bytes, each.bound_bytes,
-            each.program_seconds, each.shards_state, each.microbatches,
+            each.program_seconds, each.shards_state, each.microbatches, each.remat,
         )  # fmt: skip
         return Choice(
             candidate(document.best),
@@ -201,7 +203,7 @@ def _document(choice: Choice, key: str) -> _Kept:
             sets.append(each.rules)
         return _Candidate(
             sets.index(each.rules), each.mesh.axes, each.seconds, each.state_bytes, each.peak_bytes, each.bound_bytes,
-            each.program_seconds, each.shards_state, each.microbatches,
+            each.program_seconds, each.shards_state, each.microbatches, each.remat,
         )  # fmt: skip
 
     def answer(each: Answer) -> _Answer:
@@ -250,6 +252,7 @@ def _said(recipe: Recipe) -> Iterator[str]:
     yield write_rules(recipe.rules)
     yield repr((recipe.donate, recipe.unknown, recipe.returns_state, recipe.group_comm))
     yield repr((recipe.shard_state, recipe.chooses_state, recipe.microbatches, recipe.chooses_microbatches))
+    yield repr((recipe.remat, recipe.chooses_remat))
     yield repr((recipe.sync, recipe.backprop, recipe.uneven, sorted(recipe.roles.items()), recipe.memory_budget_bytes))
     yield repr(recipe.target)
     yield "" if recipe.calibration is None else recipe.calibration.to_json()

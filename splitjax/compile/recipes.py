@@ -12,19 +12,21 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from splitjax._plan_parts import EVERY_BLOCK
 from splitjax.choosing import AutoMesh, mesh_asked_for
 from splitjax.compile.entry import Recipe
 from splitjax.display.figures import bytes_of
 from splitjax.errors import BudgetError, TargetError
 from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target, parse_target
-from splitjax.plan import Plan
+from splitjax.plan import BlockRemat, Plan
 from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
 from splitjax.rules import load_rules
 from splitjax.rules.ruleset import AUTO, TO_BE_CHOSEN
 from splitjax.step.options import check_options, resolve_plan
 from splitjax.step.positions import make_options
+from splitjax.step.remat.rematerialising import Remat
 
 
 def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
@@ -62,6 +64,8 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         microbatches=_microbatches(given["microbatches"], pinned),
         chooses_state=_is_auto(given["shard_state"]),
         chooses_microbatches=_is_auto(given["microbatches"]),
+        remat=_remat(given["remat"], pinned),
+        chooses_remat=_is_auto(given["remat"]),
         sync=parse(given["sync"], place),
         backprop=given["backprop"],
         verify=given["verify"],
@@ -83,6 +87,15 @@ def _microbatches(asked: Any, pinned: Plan | None) -> int | None:
         return None if asked is None else int(asked)
     boundaries = () if pinned is None else pinned.boundaries
     return max((each.num_parts for each in boundaries if each.how == "microbatches"), default=None)
+
+
+def _remat(asked: Any, pinned: Plan | None) -> Remat:
+    """Returns which blocks are `asked` to be computed again; where nothing is said, or that is to be chosen, those that
+    a `pinned` plan has."""
+    if asked is None or _is_auto(asked):
+        return () if pinned is None else pinned.remat
+    named = {EVERY_BLOCK: asked} if isinstance(asked, str) else asked
+    return tuple(BlockRemat(name, keeps) for name, keeps in named.items())
 
 
 def read_target(target: object, place: str) -> Target | None:
@@ -111,13 +124,13 @@ def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
     no size, and where nothing is chosen."""
     budget = given["memory_budget"]
     num_bytes = read_budget(budget, place)
-    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state", "microbatches"))
+    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state", "microbatches", "remat"))
     if budget is not None and not chosen and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
         raise BudgetError(
             "a budget decides among layouts, and rules and mesh are said already",
             value=budget,
             place=f"{place}, memory_budget",
-            remedy='give it beside rules="auto", mesh="auto", shard_state="auto" or microbatches="auto";'
+            remedy='give it beside rules="auto", mesh="auto", shard_state="auto", remat="auto" or microbatches="auto";'
             " `splitjax plan --assert-max-memory` checks what rules need",
         )
     return num_bytes

@@ -173,6 +173,7 @@ class Draft:
             gathered=self.gathered,
             notes=self.notes,
             group_comm=self.group_comm,
+            remat=self.traced.remat,
         )
 
     @functools.cached_property

@@ -19,7 +19,7 @@ from splitjax.codec import Codec, Count, Wording
 from splitjax.display.figures import bytes_text, flops_text
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Plan
+from splitjax.plan import BlockRemat, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,7 @@ class PlanLock:
     - `arrays`: where every array of the step's arguments lives. `tables`: how tables with row lookups are synchronised.
       `gradients`: how gradient boundaries run. `depths`: of partial backpropagation; None without it.
     - `figures`: predicted bytes and flops.
+    - `remat`: which repeated blocks are computed again, beside what the step says itself.
     """
 
     made_with: str
@@ -104,6 +105,7 @@ class PlanLock:
     gradients: tuple[LockedGradient, ...]
     depths: LockedDepths | None
     figures: LockedFigures
+    remat: tuple[BlockRemat, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> PlanLock:
@@ -128,6 +130,7 @@ class PlanLock:
                 sum(collective.bytes for collective in plan.collectives),
                 plan.compute.flops,
             ),
+            remat=plan.remat,
         )
 
     @classmethod
@@ -182,6 +185,7 @@ def _decisions(here: PlanLock, there: PlanLock) -> Iterator[str]:
     )
     if before != after:
         yield f"gradients: {before or 'none'} -> {after or 'none'}"
+    yield from _entries("block", here.remat, there.remat, lambda block: block.name, _block_changes)
     if here.depths is None or there.depths is None:
         if here.depths != there.depths:
             yield "partial backpropagation: " + ("none -> some" if here.depths is None else "some -> none")
@@ -232,6 +236,11 @@ def _table_changes(here: LockedTable, there: LockedTable) -> Iterator[tuple[str,
         yield "lazy ", str(here.lazy), str(there.lazy)
 
 
+def _block_changes(here: BlockRemat, there: BlockRemat) -> Iterator[tuple[str, str, str]]:
+    if here.keeps != there.keeps:
+        yield "keeps ", here.keeps, there.keeps
+
+
 def _of_gradient(array: LockedArray) -> Spec:
     return array.spec if array.gradient is None else array.gradient
 
@@ -261,6 +270,7 @@ def _check(lock: PlanLock) -> None:
     for kind, names in (
         ("arrays", [array.path for array in lock.arrays]),
         ("tables", [table.param for table in lock.tables]),
+        ("remat", [block.name for block in lock.remat]),
     ):
         known: set[str] = set()
         for number, name in enumerate(names):
@@ -284,7 +294,8 @@ _JSON: Codec[PlanLock] = Codec(
     ),
     format=1,
     forms={MeshShape: MESH_FORM},
-    entries=("arrays", "tables", "gradients"),
+    entries=("arrays", "tables", "gradients", "remat"),
+    unless_empty=("remat",),
     finite=True,
     check=_check,
 )

@@ -51,6 +51,7 @@ OnUnknown: TypeAlias = Literal["error", "gather"]
 Uneven: TypeAlias = Literal["error", "pad"]
 VerifyWhen: TypeAlias = Literal["first"]
 VerifySizes: TypeAlias = Literal["shrunken", "given", "both"]
+RematPolicy: TypeAlias = Literal["dots_saveable", "nothing_saveable"]
 Positions: TypeAlias = int | Sequence[int]
 
 
@@ -65,6 +66,7 @@ class ParallelizeOptions(TypedDict, total=False):
     backprop: PartialBackprop | None
     shard_state: bool | Literal["auto"]
     microbatches: int | Literal["auto"] | None
+    remat: RematPolicy | Literal["auto"] | Mapping[str, RematPolicy] | None
     donate: bool
     plan: Plan | str | os.PathLike[str] | None
     state_argnums: Positions | None
@@ -89,6 +91,7 @@ DEFAULTS: ParallelizeOptions = {
     "backprop": None,
     "shard_state": False,
     "microbatches": None,
+    "remat": None,
     "donate": True,
     "plan": None,
     "state_argnums": (0,),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from splitjax._plan_parts import DOTS, EVERY_BLOCK, NOTHING
 from splitjax.errors import PlanError, SplitjaxError, TraceError
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Plan
@@ -72,6 +73,7 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
             place=f"{place}, microbatches",
             remedy='give the number of parts in which a device takes its gradient, or "auto" to have it chosen',
         )
+    _check_remat(given["remat"], place)
     if verify not in (None, "first"):
         raise OptionError(
             "verify has no such value",
@@ -87,6 +89,20 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
             value=mesh,
             place=f"{place}, mesh",
             remedy='give {"data": 2, "model": 4}, or "auto" to have it chosen',
+        )
+
+
+def _check_remat(remat: Any, place: str) -> None:
+    """Raises `OptionError` for what says nothing of which blocks are computed again."""
+    named = remat if isinstance(remat, Mapping) else {EVERY_BLOCK: remat}
+    is_left = remat is None or (isinstance(remat, str) and remat == AUTO)
+    if not is_left and not all(isinstance(name, str) and keeps in (DOTS, NOTHING) for name, keeps in named.items()):
+        raise OptionError(
+            "remat is what repeated blocks keep for the backward pass, None, or chosen",
+            value=remat,
+            place=f"{place}, remat",
+            remedy=f'give "{DOTS}" or "{NOTHING}", for all blocks or as {{"params/block*": "{DOTS}"}}, or "auto" to'
+            " have it chosen",
         )
 
 

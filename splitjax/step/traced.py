@@ -26,6 +26,7 @@ from splitjax.step.dealing import rewritten
 from splitjax.step.dealt_values import FusedProduct
 from splitjax.step.microbatches import in_microbatches
 from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
+from splitjax.step.remat.rematerialising import Remat, rematerialised, resolved
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
 from splitjax.step.stopping import LineChange, with_line_change
@@ -62,6 +63,11 @@ class StepFunction(Protocol):
         ...
 
     @property
+    def remat(self) -> Remat:
+        """Returns which of its repeated blocks are computed again, where it does not say so itself."""
+        ...
+
+    @property
     def name(self) -> str:
         """Returns the name of the step, for messages."""
         ...
@@ -83,6 +89,7 @@ class Traced:
     - `annotations`: what the user wrote under Explicit axes. `is_settled`: whether the jaxpr has them as pins; where
       not, the step is to be traced again once it is known where its arguments live.
     - `said`: what the user says of where the arguments live.
+    - `remat`: which repeated blocks the jaxpr computes again, where the step does not say so itself.
     - `known`: the call with leaves of the sizes that the step knows, where `bound` has padded ones (`uneven="pad"`);
       None where that is the same.
     """
@@ -97,6 +104,7 @@ class Traced:
     annotations: tuple[Annotation, ...] = ()
     is_settled: bool = True
     said: tuple[Said, ...] = ()
+    remat: Remat = ()
     known: Bound | None = None
 
     @property
@@ -111,6 +119,14 @@ class Traced:
         retrace = lambda leaves: in_microbatches(self.retrace(leaves), number)
         resized = resized_trace(self.bound, retrace, [leaf.example_dim for leaf in self.graph.leaves])
         return dataclasses.replace(self, jaxpr=in_microbatches(self.jaxpr, number), retrace=retrace, resized=resized)
+
+    def rematerialised(self, remat: Remat) -> Traced:
+        """Returns the same trace with blocks computed again as `remat` says. Raises `GradientError` for a block that
+        the step does not have."""
+        if not remat:
+            return self
+        jaxpr, retrace = rematerialised(self.jaxpr, remat), lambda leaves: rematerialised(self.retrace(leaves), remat)
+        return dataclasses.replace(_with_jaxpr(self, jaxpr, retrace), remat=resolved(self.jaxpr, remat))
 
     def said_on(self, mesh: Mesh | AbstractMesh) -> Traced:
         """Returns the same trace with what the user says of where the arguments live on another `mesh`."""
@@ -141,13 +157,16 @@ def trace_step(
         assert mesh is not None, "a mesh with Explicit axes is one"
         trace = _way_to_trace(call, mesh, leaves)
     jaxpr, result, annotations, is_settled = trace(leaves)
-    jaxpr = in_microbatches(jaxpr, step.microbatches)
+    wanted = step.remat if step.returns_state else ()
+    as_asked = lambda jaxpr: in_microbatches(rematerialised(jaxpr, wanted), step.microbatches)
+    remat, jaxpr = resolved(jaxpr, wanted), as_asked(jaxpr)
     if matched is None:
         matched = match_states(step.options, bound, result) if step.returns_state else {}
-    retrace = lambda leaves: in_microbatches(trace(leaves)[0], step.microbatches)
+    retrace = lambda leaves: as_asked(trace(leaves)[0])
     graph = build_graph(jaxpr, bound.arguments, matched)
     resized = resized_trace(bound, retrace, [leaf.example_dim for leaf in graph.leaves])
-    return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said_of(bound, mesh))
+    said = said_of(bound, mesh)
+    return Traced(bound, jaxpr, graph, result, matched, retrace, resized, annotations, is_settled, said, remat)
 
 
 def trace_anywhere(step: StepFunction, bound: Bound, nameable: AbstractMesh) -> tuple[Traced, bool]:
@@ -169,17 +188,19 @@ def with_dealt(traced: Traced, products: Sequence[FusedProduct]) -> Traced:
     """Returns a traced step in which the fused weights of `products` are dealt out to devices: its trace, and those
     that are made of it later."""
     retrace = lambda leaves: rewritten(traced.retrace(leaves), products)
-    jaxpr = rewritten(traced.jaxpr, products)
-    graph = build_graph(jaxpr, traced.bound.arguments, traced.matched)
-    resized = resized_trace(traced.bound, retrace, [leaf.example_dim for leaf in graph.leaves])
-    return dataclasses.replace(traced, jaxpr=jaxpr, graph=graph, retrace=retrace, resized=resized)
+    return _with_jaxpr(traced, rewritten(traced.jaxpr, products), retrace)
 
 
 def with_changed_line(traced: Traced, change: LineChange) -> Traced:
     """Returns a traced step with what `change` makes of the sharding constraints at a line, and in the traces that are
     made of it later."""
-    jaxpr = with_line_change(traced.jaxpr, change)
     retrace = lambda leaves: with_line_change(traced.retrace(leaves), change)
+    return _with_jaxpr(traced, with_line_change(traced.jaxpr, change), retrace)
+
+
+def _with_jaxpr(traced: Traced, jaxpr: _compat.ClosedJaxpr, retrace: Retrace) -> Traced:
+    """Returns a traced step with another `jaxpr` of the same arguments and results, analysed, and with how it is traced
+    again."""
     graph = build_graph(jaxpr, traced.bound.arguments, traced.matched)
     resized = resized_trace(traced.bound, retrace, [leaf.example_dim for leaf in graph.leaves])
     return dataclasses.replace(traced, jaxpr=jaxpr, graph=graph, retrace=retrace, resized=resized)

@@ -168,7 +168,7 @@ def make_pair(variant: Variant, recipe: Recipe, mesh: jax.sharding.Mesh, make_ta
         if number in dynamic:
             args[number] = jax.tree.unflatten(jax.tree.structure(args[number]), variant.types[start:stop])
     pinned = _pinned(entry.plan, variant.types)
-    mine = dataclasses.replace(recipe, fn=step, pinned=pinned, donate=False, backprop=None, microbatches=None)
+    mine = dataclasses.replace(recipe, fn=step, pinned=pinned, donate=False, backprop=None, microbatches=None, remat=())
     bound = bind(step, mine.options, tuple(args))
     built = build_entry(mine, mesh, trace_step(mine, bound, entry.matched, mesh))
 

@@ -77,6 +77,12 @@ def test_rules_and_meshes_that_are_chosen(run):
     assert status == 0 and "in 2 microbatches" in " ".join(out.split())
     status, _, err = run(f"{PLAN} --microbatches some")
     assert status == 2 and "--microbatches" in err
+    status, out, _ = run("plan --model transformer --mesh data=8 --rules data_parallel --remat nothing_saveable")
+    assert status == 0 and "nothing of params/block* kept; the backward pass computes the rest again" in out
+    status, out, _ = run(f"{PLAN} --remat auto --rules data_parallel --memory-budget 16GiB")
+    assert status == 0 and "remat: nothing is computed again: its loss has no blocks" in " ".join(out.split())
+    status, _, err = run(f"{PLAN} --remat some")
+    assert status == 2 and "--remat" in err
     status, _, err = run(f"{PLAN} --choose-state --shard-state")
     assert status == 2 and "--choose-state" in err
     status, out, _ = run(f"{PLAN} --mesh auto --rules auto --target tpu:v5e:2x4")

@@ -27,6 +27,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("compute", _compute(plan)),
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
         ("gradient", [_boundary(boundary) for boundary in plan.boundaries if boundary.how != "whole" or boundary.why]),
+        ("remat", [f"{each}; the backward pass computes the rest again" for each in plan.remat]),
         ("optimizer", _optimizer(plan)),
         ("statistics", _arrays(plan, "statistic")),
         ("tables", _tables(plan)),
