@@ -212,6 +212,8 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
         f" {worst[1]:.3f} at worst. Tracing and planning take {max(case.seconds for case in cases):.1f} s at most.",
         "",
     ]
+    missing = [name for name in CASES if name not in stored["cases"]]
+    lines += [f"Not compiled yet: {'; '.join(missing)}.", ""] if missing else []
     titles = (
         "step", "sent, ours (GB)", "sent, planned (GB)", "sent, by hand (GB)", "ours / by hand", "memory, ours (GB)",
         "memory, by hand (GB)", "ours / by hand",

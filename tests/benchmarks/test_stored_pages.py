@@ -48,7 +48,17 @@ MEASURED = {
     large.PAGE: (
         large,
         {"cases": {LARGE.name: dataclasses.asdict(LARGE)}},
-        ("1.025", "0.920", "41.000", "43.700", "8,030,261,248", "16.800", "1.23", "data 4 x fsdp 4 x tensor 4"),
+        (
+            "1.025",
+            "0.920",
+            "41.000",
+            "43.700",
+            "8,030,261,248",
+            "16.800",
+            "1.23",
+            "data 4 x fsdp 4 x tensor 4",
+            "yet: LLaMA 8B, v5e",
+        ),
     ),
     "numbers": (numbers, {"cells": [{**vars(cell), "check": cell.check.name} for cell in CELLS]}, ("3e-13, 7e-12",)),
     "overhead": (
