@@ -125,6 +125,26 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> Iterator[Callable[
     compilation_cache.reset_cache()  # once begun, it is used whatever the settings say
 
 
+@pytest.fixture(scope="module")
+def programs_are_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one test of a module compiled no other compiles again: JAX's cache in a folder of the module's own. Source
+    lines and names are part of the key, so that a program is found that would be compiled to the last byte."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_compilation_cache_include_metadata_in_key": True,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture
 def strict_promotion():
     """Mixed dtypes are an error inside the test, so that no operation widens a dtype by accident."""

@@ -14,6 +14,7 @@ import splitjax
 from splitjax.errors import MicrobatchError, PartialError
 from tests.lower.microbatch.microbatch_harness import build, make_mesh
 
+pytestmark = pytest.mark.usefixtures("programs_are_kept")
 B, S, D, E, H, L = 32, 4, 8, 4, 16, 2
 
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import splitjax
 from splitjax.lower.partial.workers import peak_bytes
 
+pytestmark = pytest.mark.usefixtures("programs_are_kept")
 WIDTH, LAYERS = 64, 4
 
 

@@ -16,6 +16,7 @@ import pytest
 import splitjax
 from splitjax.errors import PartitionerError
 
+pytestmark = pytest.mark.usefixtures("programs_are_kept")
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
