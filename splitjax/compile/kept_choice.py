@@ -264,7 +264,7 @@ def _traced(traced: Traced) -> Iterator[str]:
     # What registered operations say of themselves is in the graph, and not in the program.
     yield repr((graph.leaves, graph.layers, graph.uses, graph.num_examples, graph.flops, graph.activation_bytes))
     yield repr((graph.atom_sizes, graph.hard, graph.local, graph.soft, sorted(graph.example_atoms)))
-    yield repr((graph.reductions, graph.picks, graph.tables))
+    yield repr((graph.reductions, graph.picks, graph.tables, graph.joined))
     yield repr((traced.said, traced.annotations, sorted(traced.matched.items())))
 
 

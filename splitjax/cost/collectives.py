@@ -225,8 +225,11 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
 
 def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what leaves a column-parallel use, whose output stays split for a split consumer (which sees to it), and
-    for the loss if it is the last."""
+    for the loss if it is the last; not where its columns are joined with other values."""
     axes = flow.free
+    if flow.joined is not None:
+        yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.WHOLE_OUTPUT)
+        return
     if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
         return
     if flow.crossing:

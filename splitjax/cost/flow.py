@@ -63,6 +63,8 @@ class WeightFlow:
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
     - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
       where no gradient boundary holds it: XLA decides there what each device computes.
+    - `joined`: the local label of its columns, where they are concatenated with other values while no use reads them as
+      they are: its output is brought together then (`planning.sites.joined_outputs`). None elsewhere.
     """
 
     use: Use
@@ -84,6 +86,7 @@ class WeightFlow:
     shared: SharedHeads | None = None
     travels: bool = False
     sorting: tuple[Sorting, ...] = ()
+    joined: int | None = None
 
     @property
     def axes(self) -> Axes:
@@ -159,6 +162,8 @@ class UseLinks:
       before the product.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
+    - `joined`: the local label of its columns, where they are concatenated with other values and its weight has one
+      dim of these; None elsewhere.
     """
 
     use: Use
@@ -176,6 +181,7 @@ class UseLinks:
     heads: HeadReaders | None = None
     deals: bool = True
     picks: tuple[tuple[Pick, bool], ...] = ()
+    joined: int | None = None
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -223,6 +229,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
+                joined=_joined(graph, traced[use.param], roles[i]),
             )
         )
         for label in writes[i]:
@@ -234,6 +241,16 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
         for value in alike:
             readers.setdefault(value, []).append(i)
     return tuple(links)
+
+
+def _joined(graph: Graph, leaf: Leaf, roles: Sequence[str]) -> int | None:
+    """Returns the local label of the only free dim of a weight, if values with that dim are concatenated along it; None
+    otherwise. `roles`: of its dims."""
+    free = [dim for dim, role in zip(leaf.dims, roles, strict=True) if role == "free"]
+    if len(free) != 1 or not free[0]:
+        return None
+    label = graph.local[free[0][0]]
+    return label if any(each.label == label for each in graph.joined) else None
 
 
 def _reductions(
@@ -325,6 +342,7 @@ def flow_of(
     num_shares = math.prod(mesh.sizes[axis] for axis in apart)  # of the batch, in this layer
     same_input = (j for j in links.same_value if split_at(j)[1:] == (free, stacked))
     stays = bool(free) and not set(own) & set(batch_axes)  # else its output returns to the workers
+    joined = links.joined if stays and links.consumer is None and use.in_boundary else None
     return WeightFlow(
         use,
         contracted,
@@ -348,8 +366,9 @@ def flow_of(
         ),
         producers=links.producers,
         recurs=links.recurs,
-        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays else (),
+        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays and joined is None else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
+        joined=joined,
     )
 
 

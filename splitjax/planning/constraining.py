@@ -20,6 +20,7 @@ from splitjax.planning.sites.dealing import deal_notes, derive_deals
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
 from splitjax.planning.sites.experts import derive_travels, expert_notes, pin_experts
 from splitjax.planning.sites.grids import derive_grids
+from splitjax.planning.sites.joined_outputs import pin_joined_outputs
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
 from splitjax.planning.sites.manual import manual_notes
@@ -84,6 +85,7 @@ def constrain(draft: Draft) -> Draft:
         (
             *constraints,
             *row_inputs,
+            *pin_joined_outputs(graph, chain),
             *pin_shared_heads(graph, chain, layout.batch_axes),
             *pin_gradients(graph, layout.leaves, sharded),
         ),

@@ -206,6 +206,21 @@ class Pick:
 
 
 @dataclasses.dataclass(frozen=True)
+class Joined:
+    """Describes an operand of the forward computation that is concatenated with other values, there or elsewhere.
+
+    - `site`, `operand`: of the operation that reads it, and its position there.
+    - `label`: the local label of the leading atom of the dim along which it is concatenated.
+    - `is_joined`: whether each of its dims has that label.
+    """
+
+    site: tuple[int, ...]
+    operand: int
+    label: int
+    is_joined: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Gradient:
     """Describes a result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a
     cast).
@@ -318,6 +333,7 @@ class Graph:
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
     - `dealt`: fused weights whose columns are dealt out to devices, in program order.
     - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
+    - `joined`: what reads activations that are concatenated with others, in program order.
 
     Iterating over a graph gives its layers.
     """
@@ -346,6 +362,7 @@ class Graph:
     foreign: tuple[ForeignCall, ...] = ()
     dealt: tuple[DealtWeight, ...] = ()
     inside_heads: frozenset[int] = frozenset()
+    joined: tuple[Joined, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Leaf]:

@@ -1,10 +1,11 @@
-"""Finds the reductions that leave a value for each example: a loss's maximum and sum over classes, the class it looks
-up, the class that is likeliest. And finds where rows of activations are picked from all examples, or put among them:
-tokens that are sorted by expert.
+"""Finds what is made of activations across devices: reductions that leave a value for each example (a loss's maximum
+and sum over classes, the class it looks up, the class that is likeliest), rows that are picked from all examples or put
+among them (tokens that are sorted by expert), and what is concatenated with other values.
 
-A flat step and its dim classes come in; `Reduction`s and `Pick`s come out. They exist because a reduction over a dim
-that devices have parts of is a collective: each device reduces its part, and the devices' results are brought together.
-So is a pick, whose rows may lie on any device.
+A flat step and its dim classes come in; `Reduction`s, `Pick`s and `Joined`s come out. They exist because a reduction
+over a dim that devices have parts of is a collective: each device reduces its part, and the devices' results are
+brought together. So is a pick, whose rows may lie on any device; and where values are concatenated along the dim, the
+parts of the joined dim lie elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
-from splitjax.trace.graph import Pick, Reduction
+from splitjax.trace.graph import Joined, Pick, Reduction
 
 
 def find_reductions(
@@ -61,6 +62,35 @@ def find_picks(
                 op.primitive, op.site, flat.shapes[whole], flat.shapes[rows], flat.dtypes[whole], op.trips,
                 repeated[number],
             )  # fmt: skip
+
+
+def find_joined(flat: FlatStep, classes: Classes, examples: frozenset[int]) -> Iterator[Joined]:
+    """Yields where the forward computation of gradient boundaries reads values that it concatenates with others along
+    another dim than that of the examples, in program order. `classes`: the dim classes. `examples`: the atoms of the
+    example dim.
+
+    Of a value that lowering cannot reach at some reader none is yielded."""
+    along: dict[int, int] = {}  # by value, the label of the dim along which it is concatenated
+    for op in flat.ops:
+        if op.primitive == "concatenate" and op.inside and op.phase != BACKWARD and len(op.inputs) > 1:
+            for value in op.inputs:
+                dims = classes.dims(value, len(flat.shapes[value]))
+                atoms = dims[op.params["dimension"]]
+                if atoms and atoms[0] not in examples and any(dim and dim[0] in examples for dim in dims):
+                    along[value] = classes.local(atoms[0])
+    readers = [
+        (op, operand, value)
+        for op in flat.ops
+        if op.inside and op.phase != BACKWARD
+        for operand, value in enumerate(op.inputs)
+        if value in along
+    ]
+    hidden = {value for op, _, value in readers if not op.editable or op.eqn is None}
+    for op, operand, value in readers:
+        if value not in hidden:
+            dims = classes.dims(value, len(flat.shapes[value]))
+            is_joined = tuple(bool(dim) and classes.local(dim[0]) == along[value] for dim in dims)
+            yield Joined(op.site, operand, along[value], is_joined)
 
 
 def _axes(op: Op) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
-from splitjax.trace.reductions import find_picks, find_reductions
+from splitjax.trace.reductions import find_joined, find_picks, find_reductions
 from splitjax.trace.repeating import count_repetitions
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.stepping import Stepping, count_turns, find_stepping, reads_a_turn
@@ -127,6 +127,7 @@ def _assemble(
         picks=tuple(find_picks(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated)),
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
+        joined=tuple(find_joined(flat, classes, example_atoms)),
         dealt=find_dealt(flat, classes, sources, arguments),
         scanned=tuple(_scanned(flat, classes, stepping)),
     )

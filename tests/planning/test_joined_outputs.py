@@ -1,0 +1,89 @@
+"""Columns that are concatenated with other values are gathered for it, once, and all that is sent is planned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import splitjax
+from benchmarks.corpus.cells import Unit
+from benchmarks.corpus.steps import ready
+from splitjax.plan import PurposeKind
+
+MESH = {"data": 2, "tensor": 4}
+EXAMPLES, WIDTH, HIDDEN, COLUMNS, ROWS = 8, 12, 16, 8, 24
+
+
+def joined_twice(params, batch):
+    """The columns stand before their own products with others, as in a DLRM."""
+    x = jax.nn.relu(jax.nn.relu(batch["x"] @ params["up"]) @ params["down"])
+    columns = jax.nn.relu(x @ params["columns"] + params["bias"])
+    products = jnp.einsum("bfk,bk->bf", params["table"][batch["ids"]], columns)
+    return jnp.mean((jnp.concatenate([columns, products], 1) @ params["last"] - batch["y"]) ** 2)
+
+
+def read_by_rows(params, batch):
+    """A row-split product reads the very columns that are concatenated, too."""
+    columns = jax.nn.relu(batch["x"] @ params["up"])
+    joined = jnp.concatenate([columns, params["table"][batch["ids"]][:, :, 0]], 1)
+    return jnp.mean((columns @ params["down"]) ** 2) + jnp.mean(joined**2)
+
+
+def setup():
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
+    params = {"up": make(WIDTH, HIDDEN), "down": make(HIDDEN, WIDTH), "columns": make(WIDTH, COLUMNS)}
+    params |= {"bias": make(COLUMNS), "last": make(COLUMNS + 3, 4), "table": make(ROWS, COLUMNS)}
+    batch = {"x": make(EXAMPLES, WIDTH), "y": make(EXAMPLES, 4)}
+    batch["ids"] = jnp.asarray(rng.integers(0, ROWS, (EXAMPLES, 3)), jnp.int32)
+    return params, batch
+
+
+def stepping(value_and_grad, loss):
+    def step(params, batch):
+        value, grads = value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def gathers(plan):
+    return [one for one in plan.collectives if one.purpose.kind == PurposeKind.WHOLE_OUTPUT]
+
+
+@pytest.mark.parametrize("rules", ["megatron", "transformer"])
+def test_columns_that_are_concatenated_are_gathered_once(rules):
+    with jax.enable_x64(True):
+        params, batch = setup()
+        step = stepping(splitjax.value_and_grad, joined_twice)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules=rules, donate=False)
+        alone = jax.jit(stepping(jax.value_and_grad, joined_twice))(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), alone)
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    planned = [one for one in report.collectives if one.planned is not None]
+    assert sum(one.bytes for one in planned) == report.total.predicted_bytes
+    # A device sends the columns that it has, a quarter of 4 examples, around a ring of four.
+    assert [(one.op, one.axis, one.bytes) for one in gathers(plan)] == [
+        ("all_gather", "tensor", 3 * (EXAMPLES // 2) * (COLUMNS // 4) * 8)
+    ]
+
+
+def test_columns_that_rows_read_stay_in_parts():
+    with jax.enable_x64(True):
+        params, batch = setup()
+        step = stepping(splitjax.value_and_grad, read_by_rows)
+        plan = splitjax.parallelize(step, mesh=MESH, rules="megatron").plan(params, batch)
+    assert not gathers(plan)
+
+
+def test_a_dlrm_sends_nothing_beside_its_plan():
+    made = ready(Unit("dlrm", "linen", "1"))
+    step = made.parallelize(made.step, mesh={"tensor": 4}, rules="transformer")
+    report = step.report(*made.arguments)
+    assert report.missing == () and report.unplanned == ()
+    assert report.total.compiled_bytes == report.total.predicted_bytes
+    assert len(gathers(step.plan(*made.arguments))) == 1
