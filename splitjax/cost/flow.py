@@ -96,7 +96,7 @@ class WeightFlow:
     @property
     def by_layout(self) -> Hashable:
         """What a layout decides about it: two flows of one use that have it equal are equal."""
-        return self.contracted, self.free, self.stacked, self.same_input, self.at_hand, self.shared
+        return self.contracted, self.free, self.stacked, self.same_input, self.at_hand, self.shared, self.sorting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ def derive_constraints(
         elif set(axes) & set(batch_axes):
             crossed = True
             constraints += _crossing(graph, use, use.data, leaves[use.param].spec, axes, batch_axes)
-        elif crossed and len(batch_axes) > 1:
+        elif crossed:
             spec = example_spec(graph, use.data_dims, batch_axes)
             if spec is not None:
                 constraints.append(
