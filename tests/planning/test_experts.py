@@ -91,7 +91,7 @@ def test_tokens_travel_as_planned(mesh):
         ({"data": 2, "fsdp": 2, "expert": 2}, splitjax.value_and_grad),
         ({"data": 2, "expert": 2, "tensor": 2}, splitjax.value_and_grad),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__module__", None) or "-".join(value),
 )
 def test_numbers_are_those_of_one_device(mesh, value_and_grad):
     with jax.enable_x64(True):
