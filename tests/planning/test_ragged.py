@@ -108,3 +108,31 @@ def test_each_device_computes_its_own_rows_with_gathered_weights(rules, mesh):
         # No device computes the rows of others.
         assert plan.compute.over_ideal == 1
         assert report.compute.compiled <= 1.01 * EXPERTS * plan.compute.flops
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64", "uint8", "int8"])
+def test_group_sizes_may_be_of_any_integer_dtype(dtype):
+    """Each of four devices has 60 of 240 rows: more in all than int8 counts, and fewer in each group than that."""
+
+    def of_sizes(dtype):
+        def loss(params, batch):
+            chosen = batch["expert"]
+            order = jnp.argsort(chosen)
+            sizes = jnp.bincount(chosen, length=EXPERTS).astype(dtype)
+            out = jax.lax.ragged_dot(batch["x"][order], params["up"], sizes)
+            return jnp.mean((out[jnp.argsort(order)] - batch["y"]) ** 2)
+
+        def step(params, batch):
+            value, grads = splitjax.value_and_grad(loss)(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+        return step
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params = {"up": rng.normal(size=(EXPERTS, WIDTH, HIDDEN))}
+        batch = {"x": rng.normal(size=(240, WIDTH)), "y": rng.normal(size=(240, HIDDEN))}
+        batch["expert"] = rng.choice(EXPERTS, 240, p=[0.35, 0.15, 0.2, 0.3]).astype(np.int32)
+        expected = jax.jit(of_sizes("int32"))(params, batch)
+        got = splitjax.parallelize(of_sizes(dtype), mesh={"data": 4}, rules="fsdp")(params, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, expected)

@@ -130,9 +130,11 @@ class _ScatteredProduct:
 
     def _own_sizes(self, sizes: jax.Array, num_rows: int) -> jax.Array:
         """Returns how many of a device's `num_rows` rows are in each group, of which all devices' rows have `sizes`."""
-        first = lax.axis_index(self.scatter.axes).astype(sizes.dtype) * num_rows
-        ends = jnp.clip(jnp.cumsum(sizes) - first, 0, num_rows)
-        return jnp.diff(ends, prepend=jnp.clip(-first, 0, num_rows)[None])
+        # Sizes may be unsigned, or too narrow for the number of a row: the differences below are neither.
+        numbers = jnp.int64 if sizes.dtype.itemsize == 8 else jnp.int32
+        first = lax.axis_index(self.scatter.axes).astype(numbers) * num_rows
+        ends = jnp.clip(jnp.cumsum(sizes, dtype=numbers) - first, 0, num_rows)
+        return jnp.diff(ends, prepend=jnp.clip(-first, 0, num_rows)[None]).astype(sizes.dtype)
 
 
 def evaluate_scatter(
