@@ -5,8 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import splitjax.equinox
+import splitjax.nnx
+from splitjax.plan import BlockRemat
 from splitjax.planning.carried import Carried
 
 
@@ -23,3 +26,28 @@ def test_what_a_filtered_step_carries_is_put_back():
     assert jax.device_get(total) == 12 and np.array_equal(state, -np.ones(3))
     step.resume(None)
     assert not step.carried()
+
+
+@pytest.mark.parametrize("frontend", [splitjax.equinox, splitjax.nnx], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("told", ["nothing_saveable", "auto"])
+def test_every_arrangement_of_arguments_keeps_what_the_first_does(frontend, told):
+    """A policy that is given beside rules that are chosen, and one that is chosen with them."""
+
+    def loss_of(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch, params["layers"])
+        return jnp.mean(x**2)
+
+    def train_step(params, batch, factor=None):
+        loss, grads = splitjax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss if factor is None else factor * loss
+
+    params, batch = {"layers": np.ones((4, 8, 8), np.float32)}, np.ones((1024, 8), np.float32)
+    make = lambda **options: frontend.parallelize(
+        train_step, mesh={"data": 2}, state_argnums=0, batch_argnums=1, **options
+    )
+    most = make(rules="data_parallel").plan(params, batch).memory.bound_bytes
+    budget = {"memory_budget": most - 1} if told == "auto" else {}
+    step = make(rules="auto", remat=told, **budget)
+    first, second = step.plan(params, batch), step.plan(params, batch, np.float32(2))
+    assert second.remat == first.remat != () and step.choice is not None
+    assert told == "auto" or first.remat == (BlockRemat("params/layers", told),)

@@ -14,6 +14,7 @@ from splitjax.compile.devices import mesh_for
 from splitjax.compile.recipes import read_target
 from splitjax.parallel_step import ParallelStep
 from splitjax.parallelize import parallelize as parallelize_arrays
+from splitjax.rules.ruleset import AUTO
 from splitjax.step.positions import ArgumentRoles, make_options
 
 # Options that the frontends read themselves: positions among the user's arguments, not among the arrays.
@@ -89,10 +90,12 @@ class SharedChoice:
         decided = self._decided
         if decided is not None and decided.choice is not None:
             best = decided.choice.best
-            chosen = {
+            chosen: dict[str, Any] = {
                 "rules": decided.rules, "shard_state": best.shards_state, "microbatches": best.microbatches,
-                "remat": {each.name: each.keeps for each in best.remat},
             }  # fmt: skip
+            # A policy of the user is no part of what was compared, and stays as it was given.
+            if isinstance(self._told["remat"], str) and self._told["remat"] == AUTO:
+                chosen["remat"] = {each.name: each.keeps for each in best.remat}
             return {**self._told, **chosen, "mesh": self.mesh, "memory_budget": None}
         return {**self._told, "mesh": self._asked if isinstance(self._asked, AutoMesh) else self.mesh}
 
