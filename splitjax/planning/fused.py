@@ -42,7 +42,7 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
                 rounds += [[]] if number == len(rounds) else []
                 rounds[number].append((use, dim))
     for candidates in rounds:  # of several columns dims of a product, one at a time
-        asked = [(use.site, use.weight, dim) for use, dim in candidates]
+        asked = [(use.site, use.weight, dim, counts[use.param]) for use, dim in candidates]
         for (use, dim), parts in zip(candidates, find_parts(draft.traced.jaxpr, asked), strict=True):
             num = counts[use.param]
             if parts is None or use.site in found:

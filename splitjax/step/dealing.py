@@ -45,19 +45,20 @@ class Parts:
         )
 
 
-def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, int]]) -> list[Parts | None]:
+def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, int, int]]) -> list[Parts | None]:
     """Returns, for each of the `products`, the parts into which its result is cut along a dim of its weight; None where
-    it is not cut, is used otherwise than in parts, or has its weight dealt out already.
+    it is not cut, is used otherwise than in parts, or has its weight dealt out already. Products that are added up are
+    cut alike, or none of them is.
 
-    **Arguments:** `jaxpr`: the step. `products`: by site, position of the weight, and its dim; a site stands there
-    once."""
+    **Arguments:** `jaxpr`: the step. `products`: by site, position of the weight, its dim, and the number of devices to
+    which it would be dealt out; a site stands there once."""
     by_body: dict[Site, dict[Site, FusedProduct]] = {}
     dealt = functools.cache(functools.partial(_dealt_in, jaxpr))
-    for site, weight, dim in products:
+    for site, weight, dim, num in products:
         eqn = equation_at(jaxpr, site)
         if eqn is not None and eqn.primitive.name == "dot_general" and eqn.invars[weight] not in dealt(site[:-1]):
             at = _body_around(jaxpr, site)
-            target = FusedProduct(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), 1)
+            target = FusedProduct(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), num)
             by_body.setdefault(site[:at], {})[target.site] = target
     found: dict[Site, Parts | None] = {}
     for prefix, targets in by_body.items():
@@ -65,8 +66,9 @@ def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, i
         for result in probe.fold(inner, [None] * len(inner.invars), ()):
             if isinstance(result, Dealt):
                 probe.use(result)
+        probe.agree()
         found |= {(*prefix, *site): seen.parts() for site, seen in probe.found.items()}
-    return [found.get(site) for site, _, _ in products]
+    return [found.get(site) for site, *_ in products]
 
 
 def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _compat.ClosedJaxpr:
@@ -221,12 +223,28 @@ class _Probe(Acting):
         self._targets = targets
         self._leading = {site[:depth] for site in targets for depth in range(1, len(site))}
         self.found = {site: _Seen(target.sizes[0]) for site, target in targets.items()}
+        self._added: set[tuple[Site, ...]] = set()
 
     def fold(self, jaxpr: Any, operands: Sequence[Any], prefix: Site) -> list[Any]:
         """Folds a body that stands behind `prefix`; arrays are None."""
         inner, _ = _compat.open_jaxpr(jaxpr)
         equation = lambda index, eqn, values: self._equation((*prefix, index), eqn, values)
         return interpreter.fold(inner, operands, equation, lambda atom: None, [None] * len(inner.constvars))
+
+    def agree(self) -> None:
+        """Gives products that are added up, one with the next, the parts of all of them; none where one of them cannot
+        be cut, or where they are for different numbers of devices."""
+        groups: list[set[Site]] = []
+        for added in self._added:
+            apart = [group for group in groups if group.isdisjoint(added)]
+            groups = [*apart, set(added).union(*(group for group in groups if not group.isdisjoint(added)))]
+        for group in groups:
+            seen = [self.found[site] for site in group]
+            is_fit = all(each.is_fit for each in seen) and len({self._targets[site].num for site in group}) == 1
+            ends = set[int]().union(*(each.ends for each in seen))
+            heads = {span: count for each in seen for span, count in each.heads.items()}
+            for each in seen:
+                each.is_fit, each.ends, each.heads = is_fit, ends, heads
 
     def use(self, value: Dealt) -> None:
         """Notes that a value is needed as an array."""
@@ -246,6 +264,7 @@ class _Probe(Acting):
             for value in dealt:
                 self.use(value)
         elif dealt:
+            self._added |= {each.products for each in results if isinstance(each, Dealt) and len(each.products) > 1}
             for result in results:
                 if isinstance(result, Dealt) and result.is_part:
                     for product in result.products:

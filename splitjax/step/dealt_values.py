@@ -116,12 +116,19 @@ class Dealt:
 
 
 def as_array(value: Any) -> Any:
+    """Returns the array that the program has in place of a dealt value; anything else as it is."""
     return value.array() if isinstance(value, Dealt) else value
 
 
 def _settled(value: Dealt) -> Any:
     """Returns a value that was cut out: an array, if it is a single part."""
     return value if value.value is None or len(value.sizes) > 1 else value.array()
+
+
+def _lies(value: Dealt) -> tuple[Dealt, int]:
+    """Returns how a value lies on devices: equal for those that can meet number by number."""
+    num = 0 if value.value is None else value.value.shape[value.dim]
+    return dataclasses.replace(value, value=None, products=()), num
 
 
 class Acting:
@@ -177,8 +184,7 @@ class Acting:
 
     def _elementwise(self, eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         (first, *others) = [value for value in values if isinstance(value, Dealt)]
-        lies = lambda value: dataclasses.replace(value, value=None, products=())
-        if any(lies(other) != lies(first) for other in others):
+        if any(_lies(other) != _lies(first) for other in others):
             return None
         sites = dict.fromkeys(site for value in (first, *others) for site in value.products)
         first = dataclasses.replace(first, products=tuple(sites))
@@ -225,6 +231,8 @@ class Acting:
         nothing is sent for it."""
         pieces, left = [], list(sizes)
         for part in self._side_by_side(variable, dim) or ():
+            if not part.shape[dim]:
+                continue
             inside: list[int] = []
             while left and sum(inside) < part.shape[dim]:
                 inside.append(left.pop(0))
@@ -250,6 +258,13 @@ class Acting:
         if name == "convert_element_type":
             parts = self._side_by_side(eqn.invars[0], dim)
             return None if parts is None else [_compat.bind_equation(eqn, [part])[0] for part in parts]
+        if name == "broadcast_in_dim":
+            where, shape = tuple(eqn.params["broadcast_dimensions"]), eqn.outvars[0].aval.shape
+            if dim not in where or eqn.invars[0].aval.shape[where.index(dim)] != shape[dim]:
+                return None
+            parts = self._side_by_side(eqn.invars[0], where.index(dim))
+            wide = lambda part: (*shape[:dim], part.shape[where.index(dim)], *shape[dim + 1 :])
+            return None if parts is None else [lax.broadcast_in_dim(part, wide(part), where) for part in parts]
         if name == "reshape":
             before, shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
             if shape[dim] == 1 or [size for size in before if size != 1] != [size for size in shape if size != 1]:

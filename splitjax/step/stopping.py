@@ -8,6 +8,7 @@ another. It computes the same numbers. What such a change is worth shows when th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -95,9 +96,18 @@ def _found(
 def _next(eqn: Any, fitting: Sequence[Any], parts: frozenset[tuple[int, ...]]) -> Any:
     """Returns the constraint behind the constraint `eqn` where its array moves from one of the `parts` to the other
     between them, else `eqn`."""
-    part = lambda each: each.params["sharding"].shard_shape(each.invars[0].aval.shape)
     behind = (each for each in fitting if each.invars[0] is eqn.outvars[0])
-    return next((each for each in behind if len(parts) == 2 and {part(eqn), part(each)} == parts), eqn)
+    return next((each for each in behind if len(parts) == 2 and {_part(eqn), _part(each)} == parts), eqn)
+
+
+def _part(eqn: Any) -> tuple[int, ...]:
+    """Returns the shape of the largest part that a device has of the array of a constraint, whose dims need not
+    divide."""
+    sharding, shape = eqn.params["sharding"], eqn.invars[0].aval.shape
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+    counts = [math.prod(sharding.mesh.shape.get(axis, 1) for axis in entry) for entry in entries]
+    counts += [1] * (len(shape) - len(counts))
+    return tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
 
 
 class _Changing:

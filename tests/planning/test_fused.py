@@ -213,7 +213,7 @@ def grouped(params, x):
 def test_parts_are_found_where_the_result_is_used_in_parts_alone(function, parts):
     jaxpr = jax.make_jaxpr(function)({"w": np.ones((WIDTH, 48))}, np.ones((2, 3, WIDTH)))
     (site,) = [(n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"][:1]
-    assert find_parts(jaxpr, [(site, 1, 1)]) == [parts]
+    assert find_parts(jaxpr, [(site, 1, 1, 2)]) == [parts]
     assert parts is None or (parts.fit(2) and not parts.fit(3 if parts.heads[0] is None else 4))
 
 

@@ -11,7 +11,7 @@ import pytest
 import splitjax
 from splitjax.plan import PurposeKind
 from splitjax.primitives.dealt import DEAL
-from splitjax.step.dealing import rewritten
+from splitjax.step.dealing import Parts, find_parts, rewritten
 from splitjax.step.dealt_values import FusedProduct
 
 WIDTH, HIDDEN, LENGTH, GATES = 8, 16, 3, "ifgo"
@@ -128,3 +128,64 @@ def test_biases_that_are_laid_side_by_side_are_dealt_out_apart():
         return jnp.split(x @ jnp.concatenate([a, b], -1) + jnp.concatenate([c, d]).reshape(1, -1), 2, -1)
 
     assert dealt(function, (4, 6), (6, 16), (6, 16), (16,), (16,), sizes=(16, 16)) == []
+
+
+def test_biases_that_are_broadcast_are_dealt_out_apart():
+    def function(x, a, b, c, d):
+        return jnp.split(x @ jnp.concatenate([a, b], -1) + jnp.concatenate([c, d]), 2, -1)
+
+    assert dealt(function, (4, 6), (6, 16), (6, 16), (16,), (16,), sizes=(16, 16)) == []
+
+
+def test_nothing_is_dealt_out_of_what_has_no_columns():
+    def function(x, a, empty, b):
+        return jnp.split(x @ jnp.concatenate([a, empty, b], -1), 2, -1)
+
+    assert dealt(function, (4, 6), (6, 16), (6, 0), (6, 16), sizes=(16, 16)) == []
+
+
+def parts_found(function, nums, widths=(24, 24)):
+    jaxpr = jax.make_jaxpr(function)(np.ones((4, 6)), *(np.ones((6, width)) for width in widths))
+    sites = [(n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    return find_parts(jaxpr, [(site, 1, 1, num) for site, num in zip(sites, nums, strict=True)])
+
+
+def test_products_that_are_added_up_are_cut_alike():
+    cut = lambda x: jnp.split(x, 3, -1)
+    assert parts_found(lambda x, a, b: cut(x @ a + x @ b), (2, 2)) == [Parts((8, 8, 8), (None,) * 3)] * 2
+
+    def finer(x, a, b):
+        y = x @ a
+        return *cut(y + x @ b), y[:, :4]
+
+    assert parts_found(finer, (2, 2)) == [Parts((4, 4, 8, 8), (None,) * 4)] * 2
+
+    def used_whole(x, a, b):
+        y = x @ a
+        return *cut(y + x @ b), jax.nn.softmax(y)
+
+    assert parts_found(used_whole, (2, 2)) == [None, None]
+    assert parts_found(lambda x, a, b: cut(x @ a + x @ b), (2, 4)) == [None, None]
+
+
+def test_products_for_different_numbers_of_devices_are_added_up():
+    def step(params, batch):
+        def of(params):
+            first, second, third = jnp.split(batch["x"] @ params["wx"] + batch["h"] @ params["wh"], 3, -1)
+            return jnp.mean((first * second + third) ** 2)
+
+        value, grads = splitjax.value_and_grad(of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params = {name: jnp.asarray(rng.normal(size=(8, 48))) for name in ("wx", "wh")}
+        batch = {name: jnp.asarray(rng.normal(size=(8, 8))) for name in ("x", "h")}
+        split = lambda name, axes: splitjax.Rule(name, path=name, shard=[{"out": axes}])
+        rules = splitjax.RuleSet(
+            "two", (split("wx", ["model", "extra"]), split("wh", "model")), replicated_batch="data"
+        )
+        mesh = {"data": 1, "model": 2, "extra": 2}
+        found = splitjax.parallelize(step, mesh=mesh, rules=rules, donate=False)(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, found, jax.jit(step)(params, batch))

@@ -97,3 +97,16 @@ def test_a_move_between_two_constraints_is_the_second_ones():
     # Another move has begun before the first, or goes on behind the second.
     (found,) = constraints_near(closed, lines[0], (8, 16), ((4, 16), (8, 4)))
     assert found.startswith(lines[0])
+
+
+def test_a_move_of_dims_that_do_not_divide():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def chained(x):
+        first = jax.lax.with_sharding_constraint(jnp.cos(x), NamedSharding(mesh, P("data")))
+        return jax.lax.with_sharding_constraint(first, NamedSharding(mesh, P(P.UNCONSTRAINED, "model")))
+
+    closed = _compat.trace(chained, jax.ShapeDtypeStruct((6, 8), jnp.float32))[0]
+    line = inspect.getsourcelines(chained)[1] + 1
+    (found,) = constraints_near(closed, f"{__file__}:{line}", (6, 8), ((2, 8), (6, 4)))
+    assert found.startswith(f"{__file__}:{line + 1}")
