@@ -3,20 +3,25 @@
     python -m benchmarks modern --only large                          all of them
     python -m benchmarks modern --only large --case "LLaMA 8B, v5p"   one; the others stay as they are stored
 
-LLaMA 8B and a Mixtral 8x7B shape, of 32 layers in a scan with `jax.checkpoint`, in bfloat16 over float32 parameters,
-with Adam, are compiled ahead of time for TPUs; nothing runs and no parameter exists. Attention is plain JAX, experts
-have a capacity of twice an even share. *Sent* is what each device sends in a step by the ring formulas, all
-collectives together, as `splitjax.report.hlo` reads them from either program. *Memory* is what either program takes of
-a device's main memory (HBM): arguments, temporary buffers, and results that are not written over arguments; a TPU's
-vector memory is not in it. *Peak* is the compiler's own figure for what is alive at once, vector memory among it.
+The cases are LLaMA 8B and the shape of Mixtral 8x7B, of 32 layers in a scan with `jax.checkpoint`, in bfloat16 over
+float32 parameters, with Adam. They are compiled ahead of time for TPUs; nothing runs and no parameter exists. Attention
+is plain JAX, experts have a capacity of twice an even share. *Sent* is what each device sends in a step by the ring
+formulas, all collectives together, as `splitjax.report.hlo` reads them from either program. *Memory* is what either
+program takes of a device's main memory (HBM): arguments, temporary buffers, and results that are not written over
+arguments; a TPU's vector memory is not in it. *Peak* is the compiler's own figure for what is alive at once, vector
+memory among it.
 
 By hand means `jax.jit` with a `NamedSharding` for every leaf of the state and for the batch, donation, and
 `with_sharding_constraint` on activations, as the logical axis rules of MaxText's `base.yml` have them: weights are
 stored over `fsdp`, those that are no expert's over `expert` too, and are whole over `data`; features of the residual
 stream and of experts' tokens are split over `tensor`, and so are the scales of norms. Ours is the same step, without
-any sharding in it, under the rule set `transformer`, on the same mesh.
+any sharding in it, under the rule set `transformer`, on the same mesh. What the two store differs where the mesh has an
+axis `data`: by hand every device of that axis has the same weights and the same state of Adam, as MaxText's rules have
+it; `transformer` stores both in parts over `data`, too, and gathers a weight over `data` and `fsdp` before it is used.
 
-Seconds are of processor time, taken while other programs ran on the machine.
+Seconds are the processor time of one call of `step.plan`, after all imports and while other programs ran on the
+machine. They cover tracing the step and planning it with what it sends; the memory of a plan, which is predicted when
+it is first read, is not in them.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ if TYPE_CHECKING:
     from benchmarks.modern.layouts import Layout
 
 PAGE = "modern_large"
-LIMIT = 1.02  # of what the program by hand sends and holds
-SECONDS = 5.0  # to trace and plan
+LIMIT = 1.02  # goal, as a part of what the program by hand sends, and of the memory that it takes
+SECONDS = 5.0  # goal, to trace and plan
 _LLAMA: dict[str, Any] = {
     "layers": 32, "width": 4096, "hidden": 14336, "vocab": 128256, "seq": 4096, "heads": 32, "kv_heads": 8,
     "head_dim": 128, "dtype": "bfloat16", "rotary": True,
@@ -110,13 +115,13 @@ class Measured:
 
     @property
     def holds(self) -> bool:
-        """Whether ours is within the limits."""
+        """Whether the goals are met."""
         return max(self.ratios) <= LIMIT and self.seconds <= SECONDS
 
 
 def run(names: list[str] | None, folder: pathlib.Path) -> int:
     """Compiles the cases `names` (None: all), and writes the page with them into `folder` after each; returns 1 where
-    one is beyond its limits. What is stored of the other cases stays."""
+    one misses a goal. What is stored of the other cases stays."""
     from benchmarks import machine
 
     file = folder / f"{PAGE}.json"
@@ -206,10 +211,16 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
     cases = [_read(stored["cases"][name]) for name in CASES if name in stored["cases"]]
     lines = ["# Large models beside MaxText's layout", "", stored["header"], ""]
     lines += [*(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
-    worst = [max(case.ratios[which] for case in cases) for which in (0, 1)]
+    sent, memory = (max(case.ratios[which] for case in cases) for which in (0, 1))
+    seconds = max(case.seconds for case in cases)
     lines += [
-        f"Of what the program by hand sends ours sends {worst[0]:.3f} at worst, and of its memory it takes"
-        f" {worst[1]:.3f} at worst. Tracing and planning take {max(case.seconds for case in cases):.1f} s at most.",
+        f"Goals: ours sends at most {LIMIT:g} of what the program by hand sends, takes at most {LIMIT:g} of its memory,"
+        f" and is traced and planned within {SECONDS:g} s. What is beyond its goal is marked as missed; the command"
+        " exits with 1 where it compiles such a case.",
+        "",
+        f"Of what the program by hand sends ours sends {sent:.3f} at worst{_mark(sent, LIMIT)}, and of its memory it"
+        f" takes {memory:.3f} at worst{_mark(memory, LIMIT)}. Tracing and planning take {seconds:.2f} s at"
+        f" most{_mark(seconds, SECONDS)}.",
         "",
     ]
     missing = [name for name in CASES if name not in stored["cases"]]
@@ -237,8 +248,12 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:,.3f}"
 
 
+def _mark(figure: float, goal: float) -> str:
+    return "" if figure <= goal else " (missed)"
+
+
 def _row(case: Measured) -> tuple[str, ...]:
-    sent, memory = (f"{ratio:.3f}" for ratio in case.ratios)
+    sent, memory = (f"{ratio:.3f}{_mark(ratio, LIMIT)}" for ratio in case.ratios)
     ours, theirs = case.ours, case.by_hand
     return (
         case.name, _gigabytes(ours.sent_bytes), _gigabytes(case.planned_sent), _gigabytes(theirs.sent_bytes), sent,
@@ -263,6 +278,6 @@ def _step_row(case: Measured) -> tuple[str, ...]:
     of = CASES[case.name]
     mesh = " x ".join(f"{axis} {size}" for axis, size in of.mesh.items())
     return (
-        case.name, of.topology, mesh, f"{case.parameters:,}", str(of.examples), f"{case.seconds:.2f}", case.commit,
-        case.date,
+        case.name, of.topology, mesh, f"{case.parameters:,}", str(of.examples),
+        f"{case.seconds:.2f}{_mark(case.seconds, SECONDS)}", case.commit, case.date,
     )  # fmt: skip
