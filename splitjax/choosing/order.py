@@ -54,7 +54,9 @@ def in_turn(
 
 def may_fit(candidate: Candidate, lowered: Iterable[Candidate], budget_bytes: float) -> bool:
     """Whether a candidate that runs otherwise for less memory may fit, by what was `lowered`. Where the same fits that
-    keeps more in the backward pass it is not needed, and neither is one in microbatches where it fits in fewer.
+    keeps more in the backward pass it is not needed, and neither is one in microbatches where it fits in fewer. The
+    first with blocks computed again has as many microbatches as the layout that it comes from, which are several where
+    a step asks for them, and is known by its states alone.
 
     All that is stored beside the states is at most divided by their number. What a moment of the loop over microbatches
     stores is a part that is divided and one that is not, and the peak is the most of all moments: it is convex in one
@@ -63,11 +65,10 @@ def may_fit(candidate: Candidate, lowered: Iterable[Candidate], budget_bytes: fl
     alike = [each for each in lowered if each.stores_as(candidate) and each.microbatches <= candidate.microbatches]
     if any(each.fits(budget_bytes) and each.seconds <= candidate.seconds for each in alike):
         return False
-    if candidate.remat and candidate.microbatches == 1:
-        return candidate.state_bytes <= budget_bytes
     fewer = [each for each in alike if each.holds_as(candidate) and each.microbatches < candidate.microbatches]
     if not fewer:
-        return False
+        is_first = any(each.microbatches == candidate.microbatches for each in alike)
+        return bool(candidate.remat) and is_first and candidate.state_bytes <= budget_bytes
     share = lambda each: 1 / each.microbatches
     least = [
         each.state_bytes + (each.needed_bytes - each.state_bytes) * share(candidate) / share(each) for each in fewer

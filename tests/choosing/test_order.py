@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from splitjax.choosing import Candidate, Choice, in_turn, may_fit
 from splitjax.mesh import MeshShape
+from splitjax.plan import BlockRemat
 from splitjax.rules.ruleset import RuleSet
 
 MESH = MeshShape.of({"data": 8})
 
 
-def candidate(name, seconds, *, bound=None, parts=1, states=10):
-    return Candidate(RuleSet(name, ()), MESH, seconds, states, 1000, bound, microbatches=parts)
+AGAIN = (BlockRemat("params/block*", "nothing_saveable"),)
+
+
+def candidate(name, seconds, *, bound=None, parts=1, states=10, remat=()):
+    return Candidate(RuleSet(name, ()), MESH, seconds, states, 1000, bound, microbatches=parts, remat=remat)
 
 
 def test_what_fits_in_fewer_microbatches_needs_no_more():
@@ -32,6 +38,18 @@ def test_what_is_beside_the_states_is_at_most_divided():
     # The step without the loop is another program, which may need less than that in two microbatches.
     other = [candidate("a", 1.0, bound=48), candidate("a", 1.1, bound=50, parts=2)]
     assert may_fit(candidate("a", 1.2, parts=4), other, 31)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_first_with_blocks_computed_again_has_the_microbatches_of_its_layout(parts):
+    lowered = [candidate("a", 1.0, bound=90, parts=parts)]
+    again = candidate("a", 1.1, parts=parts, remat=AGAIN)
+    assert may_fit(again, lowered, 10) and not may_fit(again, lowered, 9) and not may_fit(again, lowered, 90)
+    # What is not lowered in any number says nothing of more.
+    assert not may_fit(candidate("a", 1.2, parts=2 * parts, remat=AGAIN), lowered, 50)
+    lowered.append(candidate("a", 1.1, bound=60, parts=parts, remat=AGAIN))
+    assert may_fit(candidate("a", 1.2, parts=2 * parts, remat=AGAIN), lowered, 50)
+    assert not may_fit(candidate("a", 1.2, parts=2 * parts, remat=AGAIN), lowered, 30)
 
 
 def lowered_in_turn(bounds, budget, most=None):

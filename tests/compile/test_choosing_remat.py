@@ -184,6 +184,18 @@ def test_an_error_says_with_which_policy_it_fits():
     assert "remat=" not in error_of(memory_budget=nothing // 4).remedy
 
 
+def test_a_given_number_of_microbatches_may_have_blocks_computed_again():
+    bound = lambda **options: planned(microbatches=2, **options)[1].memory.bound_bytes
+    whole, nothing = bound(remat=None), bound(remat="nothing_saveable")
+    assert nothing < whole
+    _, plan, _ = planned(microbatches=2, memory_budget=(whole + nothing) // 2)
+    assert plan.remat and plan.memory.bound_bytes <= (whole + nothing) // 2
+    # Where it is not left to be chosen, it is a remedy.
+    with pytest.raises(BudgetError) as caught:
+        planned(microbatches=2, remat=None, shard_state="auto", memory_budget=nothing)
+    assert 'say remat="nothing_saveable", with which it fits in' in caught.value.remedy
+
+
 def plain(params, batch):
     loss, grads = jax.value_and_grad(loss_of)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
