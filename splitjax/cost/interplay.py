@@ -71,16 +71,6 @@ class Meeting:
         )
 
 
-def interplay(base: Prediction, first: Difference, second: Difference) -> Renewed:
-    """Returns the parts of a step on which two changes meet, under both of them. The arguments are those of
-    `Meeting.of`."""
-    meeting = Meeting.of(base, first, second)
-    at_uses, at_leaves = meeting.at_uses, meeting.at_leaves(first, second)
-    return dataclasses.replace(
-        at_uses, weights=at_leaves.weights, sent_by_leaf=at_leaves.sent_by_leaf, bytes_by_leaf=at_leaves.bytes_by_leaf
-    )
-
-
 def ways(base: Prediction, change: Difference) -> Hashable:
     """Returns what the flows under a `change` depend on beside the `base`, and under it and others together: two
     changes of which it is equal split what they reach alike, and may store it otherwise."""

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks._changes import dims_by_class, draw_change
-from splitjax.cost.interplay import Meeting, interplay, ways
+from splitjax.cost.interplay import Meeting, ways
 from splitjax.planning.predict import dense_prediction
 from tests.cost.test_prediction import draft_of
 
@@ -16,13 +16,13 @@ OF_USES = ("sent_by_use", "bytes_by_use", "split_by_use")
 
 
 def put_together(name, base, first, second, met):
-    """A field of the prediction with both changes, by what each of them makes of it and what they make of each
-    other."""
+    """A field of the prediction with both changes, by what each of them makes of it and what they make of each other:
+    `met`, by position."""
     found = list(getattr(base, name))
     ours, theirs = getattr(first.renewed, name), getattr(second.renewed, name)
     for i in range(len(found)):
-        if i in (both := getattr(met, name)):
-            found[i] = both[i]
+        if i in met:
+            found[i] = met[i]
         else:
             # What only one of them reaches is as that one has it.
             values = {id(side[i]): side[i] for side in (ours, theirs) if i in side and side[i] != found[i]}
@@ -32,18 +32,21 @@ def put_together(name, base, first, second, met):
 
 
 @pytest.mark.parametrize("model, rules", [("vgg16", "splitbrain"), ("transformer", "megatron"), ("lstm", "splitbrain")])
-def test_two_changes_with_their_interplay_are_the_step_with_both(model, rules):
+def test_two_changes_and_their_meeting_are_the_step_with_both(model, rules):
     base, draws, num_met = dense_prediction(draft_of(model, rules)), random.Random(0), 0
     assert base.structure.adds_up
     classes = dims_by_class(base.structure.graph)
     for _ in range(150):
         changes = [base.laid_out(draw_change(base, classes, draws)) for _ in range(2)]
         first, second = map(base.difference, changes)
-        met = interplay(base, first, second)
+        meeting = Meeting.of(base, first, second)
+        at_leaves = meeting.at_leaves(first, second)
         both = base.changed(changes[0]).changed(changes[1])
-        for name in (*OF_LEAVES, *OF_USES):
-            assert put_together(name, base, first, second, met) == getattr(both, name), (name, changes)
-        num_met += bool(met.sent_by_use or met.sent_by_leaf)
+        for met, names in ((meeting.at_uses, OF_USES), (at_leaves, OF_LEAVES)):
+            for name in names:
+                made = put_together(name, base, first, second, getattr(met, name))
+                assert made == getattr(both, name), (name, changes)
+        num_met += bool(meeting.at_uses.sent_by_use or at_leaves.sent_by_leaf)
     assert 10 < num_met < 150, "the drawn changes hardly meet, or always do"
 
 
