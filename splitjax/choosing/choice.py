@@ -73,9 +73,10 @@ class Choice:
 
     @property
     def proof(self) -> Answer | None:
-        """The answer of the search that was taken, or the best on that mesh; None where nothing was searched there."""
+        """The answer of the search that was taken, however it runs, or the best on that mesh; None where nothing was
+        searched there."""
         here = [each for each in self.answers if each.candidate.mesh == self.mesh]
-        taken = next((each for each in here if each.candidate.is_as(self.best)), None)
+        taken = next((each for each in here if each.candidate.stores_as(self.best)), None)
         return taken or min(here, key=lambda each: each.candidate.seconds, default=None)
 
     @property
@@ -210,7 +211,7 @@ class Choice:
             f" {100 * proof.gap:.3g} %: no assignment{within} has a sum of seconds over layers and pairs of neighbours"
             " that is smaller by more than that"
         )
-        if not any(each.candidate.is_as(best) for each in self.answers):
+        if not any(each.candidate.stores_as(best) for each in self.answers):
             yield "a shipped rule set is taken, not the search's answer, whose values follow"
         for each in proof.variables:
             more = f" and {len(each.layers) - 1} like it" if len(each.layers) > 1 else ""

@@ -196,6 +196,17 @@ def test_a_given_number_of_microbatches_may_have_blocks_computed_again():
     assert 'say remat="nothing_saveable", with which it fits in' in caught.value.remedy
 
 
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}], ids=["one axis", "two axes"])
+def test_rules_with_blocks_computed_again_are_proven_by_their_own_answer(mesh):
+    whole = planned(mesh=mesh, rules="auto", remat=None)[1].memory.bound_bytes
+    made, plan, _ = planned(mesh=mesh, rules="auto", memory_budget=whole // 2)
+    choice = made.choice
+    assert choice.best.remat and choice.best.rules in [each.candidate.rules for each in choice.answers]
+    # Its values, its gap and its solver are those of the search's answer with these rules, however it runs.
+    assert choice.proof.candidate.rules == choice.best.rules
+    assert not any("a shipped rule set is taken" in note for note in plan.notes)
+
+
 def plain(params, batch):
     loss, grads = jax.value_and_grad(loss_of)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
