@@ -32,9 +32,10 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.flow import RAGGED, Axes, Setting, Sorting, WeightFlow, linked, stays_dealt, used_axes
+from splitjax.cost.flow import Axes, Setting, Sorting, WeightFlow, linked, stays_dealt, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.transforms import LocalTransform
+from splitjax.cost.use_links import RAGGED
 from splitjax.mesh import MeshShape
 from splitjax.mesh.axis_parts import AxisPart
 from splitjax.plan import Collective, LeafPlan, Phase, Purpose

@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from splitjax.cost.flow import UseLinks, link_uses, reads_ids
+from splitjax.cost.use_links import UseLinks, link_uses, reads_ids
 from splitjax.plan import LayerPlan
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.graph import Graph, Use, itemsize

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.convolutions import LocalConvolution
-from splitjax.cost.flow import RAGGED
+from splitjax.cost.use_links import RAGGED
 from splitjax.lower.products.groups import scope, sum_into_parts
 from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.mesh import MeshShape

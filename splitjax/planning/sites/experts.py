@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from splitjax.cost.flow import RAGGED, WeightFlow, stays_dealt
+from splitjax.cost.flow import WeightFlow, stays_dealt
+from splitjax.cost.use_links import RAGGED
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
 from splitjax.planning.sites.constraints import FREE

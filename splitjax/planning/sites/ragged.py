@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from splitjax.cost.flow import RAGGED
+from splitjax.cost.use_links import RAGGED
 from splitjax.display.figures import bytes_text
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan

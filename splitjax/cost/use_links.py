@@ -1,0 +1,224 @@
+"""Links the uses of weights of a traced step: what each of them reads and writes, and between which uses it stands.
+
+The traced step comes in; a chain of `UseLinks`, one a forward use of a weight in program order, comes out. It holds for
+every layout, so that it is made once for a step, and `cost.flow` lays it out as often as a search asks.
+
+A graph does not keep the edges between uses, but its dim classes say enough: where a free dim of one use's weight and a
+contracted dim of a later use's weight are in one local class, the later use reads the earlier one's output (through
+elementwise operations, reshapes, attention).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
+import numpy as np
+
+from splitjax.cost.heads import HeadReaders, find_readers
+from splitjax.trace.graph import Graph, Leaf, Pick, Reduction, Use
+
+# Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
+RAGGED = "ragged_dot_general"
+
+
+@dataclasses.dataclass(frozen=True)
+class UseLinks:
+    """Holds what no layout changes about a use of a weight: what it reads and writes, and between which uses it stands.
+
+    **Attributes:**
+
+    - `use`: the operation. `roles`: of its weight's dims: contracted, free, stacked or whole.
+    - `data_bytes`, `out_bytes`: bytes of the activations that it reads (0 for lookups of ids) and of its output, for
+      the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
+    - `producer`, `consumer`, `producers`, `recurs`: as for `cost.flow.WeightFlow`.
+    - `same_value`: the positions of earlier uses of other weights that read the very same input.
+    - `reductions`: those over the columns of its output, where its weight has one dim of these.
+    - `heads`: the heads of an attention that its output has and that more heads read; None for none.
+    - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes; whether it stands
+      before the product.
+    - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
+      gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
+    - `joined`: the local label of its columns, where they are concatenated with other values and its weight has one
+      dim of these; None elsewhere.
+    """
+
+    use: Use
+    roles: tuple[str, ...]
+    data_bytes: int
+    out_bytes: int
+    data_batched: bool
+    out_batched: bool
+    producer: int | None
+    consumer: int | None
+    same_value: tuple[int, ...]
+    producers: tuple[int, ...] = ()
+    recurs: bool = False
+    reductions: tuple[Reduction, ...] = ()
+    heads: HeadReaders | None = None
+    deals: bool = True
+    picks: tuple[tuple[Pick, bool], ...] = ()
+    joined: int | None = None
+
+
+def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
+    """Returns the links of every forward use of a parameter of `graph`, in program order: they hold for every layout.
+
+    What a backward pass sends follows from the forward uses, so uses in a backward pass that plain JAX already traced
+    are passed over."""
+    traced = {leaf.path: leaf for leaf in graph.leaves}
+    uses = [use for use in graph.uses if not use.backward and use.param in traced]
+    roles = [_dim_roles(graph, use, traced[use.param]) for use in uses]
+    reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
+    writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
+    consumers = _first_readers(reads, writes)
+    reductions = _reductions(graph, uses, roles, writes)
+    heads = dict(find_readers(graph, uses, roles))
+    picks = _picks(graph, uses)
+    derived = {use.param for use in graph.uses if use.backward}
+    recurrent = {path for layer in graph.layers if layer.kind == "recurrent" for path in layer.params}
+    last_writer: dict[int, int] = {}
+    writers: dict[int, list[int]] = {}
+    read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
+    readers: dict[Hashable, list[int]] = {}  # of one value
+    links = []
+    for i, use in enumerate(uses):
+        # Uses of one value, or of what looks like one and is handed on by neither to the other (copies of a cast).
+        alike: tuple[Hashable, ...] = () if use.data_value is None else (use.data_value,)
+        if reads[i] != writes[i]:
+            alike += ((use.data_shape, use.data_dtype, use.trips, reads[i]),)
+        others = sorted({j for value in alike for j in readers.get(value, ())})
+        links.append(
+            UseLinks(
+                use,
+                roles[i],
+                data_bytes=num_bytes(use.data_shape, use.data_dtype) * use.trips if _reads_activations(use) else 0,
+                out_bytes=num_bytes(use.out_shape, use.out_dtype) * use.trips,
+                data_batched=any(dim and dim[0] in graph.example_atoms for dim in use.data_dims),
+                out_batched=any(dim and dim[0] in graph.example_atoms for dim in use.out_dims),
+                producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
+                producers=tuple(sorted({j for label in reads[i] for j in writers.get(label, ())}, reverse=True)),
+                recurs=use.param in recurrent and not reads[i].isdisjoint(writes[i]),
+                consumer=consumers[i],
+                # A weight that is used twice reads two values: it would be the same operation otherwise.
+                same_value=tuple(j for j in others if uses[j].param != use.param),
+                reductions=tuple(reductions.get(i, ())),
+                heads=heads.get(i),
+                picks=tuple(picks.get(i, ())),
+                deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
+                joined=_joined(graph, traced[use.param], roles[i]),
+            )
+        )
+        for label in writes[i]:
+            # What read a layer's input together writes together: query, key and value.
+            beside = [j for j in writers.get(label, ()) if set(alike) & set(read_by.get(j, ()))]
+            writers[label] = [*beside, i]
+        read_by[i] = alike
+        last_writer.update(dict.fromkeys(writes[i], i))
+        for value in alike:
+            readers.setdefault(value, []).append(i)
+    return tuple(links)
+
+
+def num_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Returns the bytes of an array of this `shape` and `dtype`."""
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def reads_ids(use: Use) -> bool:
+    """Returns whether a use looks rows up by ids: its derivative reads the ids again, not the weight."""
+    return use.data is not None and np.dtype(use.data_dtype).kind in "iub"
+
+
+def _joined(graph: Graph, leaf: Leaf, roles: Sequence[str]) -> int | None:
+    """Returns the local label of the only free dim of a weight, if values with that dim are concatenated along it; None
+    otherwise. `roles`: of its dims."""
+    free = [dim for dim, role in zip(leaf.dims, roles, strict=True) if role == "free"]
+    if len(free) != 1 or not free[0]:
+        return None
+    label = graph.local[free[0][0]]
+    return label if any(each.label == label for each in graph.joined) else None
+
+
+def _reductions(
+    graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]], writes: Sequence[frozenset[int]]
+) -> dict[int, list[Reduction]]:
+    """Returns the reductions over columns of the last output before them, by the position of its use."""
+    found: dict[int, list[Reduction]] = {}
+    for reduction in graph.reductions:
+        before = (i for i in reversed(range(len(uses))) if uses[i].site < reduction.site)
+        source = next((i for i in before if writes[i] & reduction.labels), None)
+        if source is not None and list(roles[source]).count("free") == 1:
+            found.setdefault(source, []).append(reduction)
+    return found
+
+
+def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[tuple[Pick, bool]]]:
+    """Returns what sorts and puts back the rows of ragged products, by the position of the first that stands behind it,
+    or else of the last before it; and whether it stands before that."""
+    found: dict[int, list[tuple[Pick, bool]]] = {}
+    ragged = [i for i, use in enumerate(uses) if use.primitive == RAGGED and use.in_boundary]
+    for pick in graph.picks if ragged else ():
+        behind = next((i for i in ragged if uses[i].site > pick.site), None)
+        before = next((i for i in reversed(ragged) if uses[i].site < pick.site), None)
+        if behind is not None and pick.primitive == "gather":
+            # Between two layers: what puts back the results of the first has as many rows as these.
+            ends = before is not None and uses[before].out_shape == pick.shape != uses[behind].data_shape
+            found.setdefault(before if ends and before is not None else behind, []).append((pick, not ends))
+        elif before is not None:
+            found.setdefault(before, []).append((pick, False))
+    return found
+
+
+def _first_readers(reads: Sequence[frozenset[int]], writes: Sequence[frozenset[int]]) -> list[int | None]:
+    """Returns for every use the position of the first use after it that reads a class that it writes."""
+    first: list[int | None] = []
+    next_reader: dict[int, int] = {}
+    for i in reversed(range(len(reads))):
+        first.append(min((next_reader[label] for label in writes[i] if label in next_reader), default=None))
+        next_reader.update(dict.fromkeys(reads[i], i))
+    return first[::-1]
+
+
+def _reads_activations(use: Use) -> bool:
+    """Returns whether a use reads activations. A lookup reads ids: nothing is differentiated through them, and they are
+    too small to count."""
+    return use.data is not None and np.dtype(use.data_dtype).kind not in "iub"
+
+
+def _classes(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str], role: str) -> frozenset[int]:
+    """Returns the local dim classes of those dims of a weight whose entry in `roles` is `role`."""
+    return frozenset(
+        graph.local[atom] for dim, its_role in zip(leaf.dims, roles, strict=True) if its_role == role for atom in dim
+    )
+
+
+def _dim_roles(graph: Graph, use: Use, leaf: Leaf) -> tuple[str, ...]:
+    """Returns the role of every dim of a use's weight: contracted, free, stacked, or whole (a window's height)."""
+    data = {graph.local[atom] for dim in use.data_dims for atom in dim}
+    out = {graph.local[atom] for dim in use.out_dims for atom in dim}
+    names = leaf.dim_names or (None,) * len(leaf.dims)
+    lookup = not _reads_activations(use)
+    return tuple(
+        _dim_role(name, {graph.local[atom] for atom in dim}, data, out, lookup)
+        for dim, name in zip(leaf.dims, names, strict=True)
+    )
+
+
+def _dim_role(name: str | None, classes: set[int], data: set[int], out: set[int], lookup: bool) -> str:
+    """Decides the role of a dim by its classes, and by its `name` where classes tie (square recurrent kernels) or say
+    nothing. `lookup`: the use reads ids."""
+    in_data, in_out = bool(classes & data), bool(classes & out)
+    if name == "expert":
+        return "stacked"
+    if lookup:
+        return "contracted" if name == "vocab" or (name is None and not in_out) else "free"
+    if in_data != in_out:
+        return "contracted" if in_data else "free"
+    if name in ("in", "features"):
+        return "contracted"
+    if name in ("out", "vocab"):
+        return "free"
+    return "stacked" if in_data else "whole"
