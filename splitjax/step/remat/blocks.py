@@ -22,6 +22,9 @@ _NUMBER = re.compile(r"\d+")
 _KEY = re.compile(r"[^\[\]'\".]+")
 # Which differentiated operands a value is made of alone, by path; None for one that depends on the batch.
 Origin = frozenset[str] | None
+# Why blocks that repeat each other cannot be computed again, as a clause behind their name.
+_IN_TURNS = "are not computed one after the other: their parameters are used in turns with others'"
+_HAVE_EFFECTS, _KEEP_THEMSELVES = "have side effects", "say themselves what they keep, by jax.checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,31 +76,45 @@ def spans_of(jaxpr: Any, origins: Sequence[Origin], makes: Mapping[str, tuple[st
 
     **Arguments:** `jaxpr`: open. `origins`: of its inputs. `makes`: as `makes_of` returns it. Blocks with side effects,
     those that overlap others, and those that say themselves what they keep (`jax.checkpoint`) are left out, with all of
-    their make; so are loops within blocks."""
+    their make (`refused_in`); so are loops within blocks."""
+    return _cut(jaxpr, origins, makes)[0]
+
+
+def refused_in(jaxpr: Any, origins: Sequence[Origin], makes: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Returns by name why blocks of a jaxpr are left out, as a clause. **Arguments:** as of `spans_of`."""
+    return _cut(jaxpr, origins, makes)[1]
+
+
+def _cut(
+    jaxpr: Any, origins: Sequence[Origin], makes: Mapping[str, tuple[str, str]]
+) -> tuple[list[Span], dict[str, str]]:
+    """Returns the blocks, and why others are refused, by name."""
     of_value = dict(zip(jaxpr.invars, origins, strict=True))
     uses: list[tuple[int, str]] = []
     found: list[Span] = []
     for index, (eqn, read) in enumerate(_read(jaxpr, of_value)):
-        owners = {makes[path][1] if path in makes else path for path in read}
-        uses += [(index, owner) for owner in sorted(owners)]
+        owners = [{makes[path][1] if path in makes else path for path in origin} for origin in read]
+        # What is made of several blocks together, such as a penalty on all weights, is a part of none.
+        alone = frozenset[str]().union(*(each for each in owners if len(each) == 1))
+        uses += [(index, owner) for owner in sorted(alone)]
         scanned = _scanned(eqn, of_value)
         if scanned:
             found.append(Span(_common(scanned), index, index + 1, is_loop=True))
     name_of = {block: name for name, block in makes.values()}
     live = _live_bytes(jaxpr, of_value)
-    refused: set[str] = set()
+    refused: dict[str, str] = {}
     for block in dict.fromkeys(owner for _, owner in uses if owner in name_of):
         span = _span(block, name_of[block], uses, live, len(jaxpr.eqns))
         if span is None:
-            refused.add(name_of[block])
+            refused[name_of[block]] = _IN_TURNS
         else:
             found.append(span)
-    refused |= {span.name for span in found if not _may_run_again(jaxpr, span)}
+    refused |= {span.name: why for span in found if (why := _why_once(jaxpr, span))}
     blocks = [span for span in found if not span.is_loop]
     found = [span for span in found if not any(_is_within(span, block) for block in blocks)]
     kept = sorted((span for span in found if span.name not in refused), key=lambda span: span.start)
     counts = {name: sum(span.name == name for span in kept) for name in {span.name for span in kept}}
-    return [span for span in kept if span.is_loop or counts[span.name] > 1]
+    return [span for span in kept if span.is_loop or counts[span.name] > 1], refused
 
 
 def origins_in(jaxpr: Any, origins: Sequence[Origin]) -> dict[Any, Origin]:
@@ -115,15 +132,17 @@ def operand_origins(eqn: Any, of_value: Mapping[Any, Origin]) -> list[Origin]:
     ]
 
 
-def _read(jaxpr: Any, of_value: dict[Any, Origin]) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Yields every equation with the parameters that it brings together with what depends on the batch, and notes in
-    `of_value` what its results are made of."""
+def _read(jaxpr: Any, of_value: dict[Any, Origin]) -> Iterator[tuple[Any, list[frozenset[str]]]]:
+    """Yields every equation with what the arrays are made of that it brings together with what depends on the batch,
+    and notes in `of_value` what its results are made of. A number that is made of parameters, such as the penalty on
+    one weight, is no array."""
     for eqn in jaxpr.eqns:
         operands = operand_origins(eqn, of_value)
         made = frozenset(itertools.chain.from_iterable(each for each in operands if each is not None))
         is_pure = all(each is not None for each in operands)
         of_value.update({out: made if is_pure else None for out in eqn.outvars})
-        yield eqn, frozenset() if is_pure else made
+        arrays = (origin for atom, origin in zip(eqn.invars, operands, strict=True) if atom.aval.shape != ())
+        yield eqn, [] if is_pure else [origin for origin in arrays if origin]
 
 
 def _scanned(eqn: Any, of_value: Mapping[Any, Origin]) -> list[str]:
@@ -176,9 +195,12 @@ def _live_bytes(jaxpr: Any, of_value: Mapping[Any, Origin]) -> list[int]:
     return list(itertools.accumulate(changes))[: num_eqns + 1]
 
 
-def _may_run_again(jaxpr: Any, span: Span) -> bool:
-    """Whether a block has no side effects, and does not say itself what it keeps."""
-    return not any(eqn.effects or _keeps_itself(eqn) for eqn in jaxpr.eqns[span.start : span.end])
+def _why_once(jaxpr: Any, span: Span) -> str:
+    """Returns why a block cannot be computed again; empty where it can."""
+    eqns = jaxpr.eqns[span.start : span.end]
+    if any(map(_keeps_itself, eqns)):
+        return _KEEP_THEMSELVES
+    return _HAVE_EFFECTS if any(eqn.effects for eqn in eqns) else ""
 
 
 def _keeps_itself(eqn: Any) -> bool:

@@ -24,7 +24,16 @@ from splitjax.primitives.calls import CallKind, inline_body, kind_of
 from splitjax.primitives.walk import boundaries, walk
 from splitjax.step.boundary import Boundary, boundary_of
 from splitjax.step.boundary_changes import with_boundaries
-from splitjax.step.remat.blocks import Origin, Span, makes_of, operand_origins, operand_path, origins_in, spans_of
+from splitjax.step.remat.blocks import (
+    Origin,
+    Span,
+    makes_of,
+    operand_origins,
+    operand_path,
+    origins_in,
+    refused_in,
+    spans_of,
+)
 
 # Of steps with more kinds of blocks all keep alike: what can be chosen grows as the power of 3.
 _MOST_KINDS = 3
@@ -77,6 +86,9 @@ def why_not_again(jaxpr: _compat.ClosedJaxpr) -> str:
         return "the step takes its gradient with JAX's own functions: take it with splitjax.value_and_grad"
     if any(kind_of(visit.eqn) is CallKind.REMAT for visit in walk(jaxpr)):
         return "jax.checkpoint says in the step what is kept"
+    refused = {name: why for eqn in found for name, why in _Forward(boundary_of(eqn.params)).refused().items()}
+    if refused:
+        return "; ".join(f"{name} {why}" for name, why in refused.items())
     return "its loss has no blocks that repeat each other, and no scan over layers"
 
 
@@ -128,6 +140,10 @@ class _Forward:
         """Yields its blocks, those in calls that it inlines among them."""
         yield from self._spans(self._closed, self._origins)
 
+    def refused(self) -> dict[str, str]:
+        """Returns by name why blocks that repeat each other are not among these, as a clause."""
+        return self._refused(self._closed, self._origins)
+
     def changed(self, eqn: Any, policies: Mapping[str, str]) -> Any:
         """Returns the equation of the boundary with its blocks computed again as `policies` say by name."""
         return _compat.with_params(eqn, forward=self._again(self._closed, self._origins, policies))
@@ -138,6 +154,14 @@ class _Forward:
         yield from spans
         for _, body, within in _inlined(inner, origins, spans):
             yield from self._spans(body, within)
+
+    def _refused(self, closed: Any, origins: Sequence[Origin]) -> dict[str, str]:
+        inner, _ = _compat.open_jaxpr(closed)
+        found = refused_in(inner, origins, self._makes)
+        for _, body, within in _inlined(inner, origins, spans_of(inner, origins, self._makes)):
+            # A call has the parameters of all blocks within it: what is said there is the reason.
+            found |= self._refused(body, within)
+        return found
 
     def _again(self, closed: Any, origins: Sequence[Origin], policies: Mapping[str, str]) -> Any:
         inner, _ = _compat.open_jaxpr(closed)
