@@ -55,7 +55,10 @@ class Change:
 
     **Attributes:** `difference`: what it makes otherwise. `sums`: what it adds to the step. `sent_by_use`,
     `sent_by_leaf`: the seconds of what is sent with it around the uses, and for the leaves, that it reaches, by their
-    positions. `way`: a number, equal for those of which `cost.interplay.ways` is.
+    positions. `way`: a number for how it splits the uses of weights that it reaches (`cost.interplay.ways`). Changes
+    with the same number may store weights otherwise, but what they and a third change make of each other at the uses is
+    the same, and is worked out once. It is 0 for all changes of a step whose costs do not add up
+    (`StepStructure.adds_up`), where it is not read.
     """
 
     difference: Difference

@@ -72,8 +72,9 @@ class Meeting:
 
 
 def ways(base: Prediction, change: Difference) -> Hashable:
-    """Returns what the flows under a `change` depend on beside the `base`, and under it and others together: two
-    changes of which it is equal split what they reach alike, and may store it otherwise."""
+    """Returns what decides, together with the `base`, how weights are split in use under a `change`, alone or together
+    with others. Two changes for which the results are equal reach the same uses and split them alike; they may store
+    the weights otherwise."""
     structure, changed = base.structure, {base.leaves[i].path: leaf for i, leaf in change.leaves.items()}
     split = tuple(
         (i, base.flows[i].use.param in changed, change.flows.get(i, base.flows[i]).by_layout)

@@ -69,7 +69,9 @@ def find_joined(flat: FlatStep, classes: Classes, examples: frozenset[int]) -> I
     another dim than that of the examples, in program order. `classes`: the dim classes. `examples`: the atoms of the
     example dim.
 
-    Of a value that lowering cannot reach at some reader none is yielded."""
+    A constraint can be put on what an operation reads only where lowering rebuilds that operation. It rebuilds none
+    inside a custom derivative rule, nor one that stands for no equation of the program. A value that is read by such an
+    operation, too, cannot be constrained alike wherever it is read, and is left out with all of its readers."""
     along: dict[int, int] = {}  # by value, the label of the dim along which it is concatenated
     for op in flat.ops:
         if op.primitive == "concatenate" and op.inside and op.phase != BACKWARD and len(op.inputs) > 1:
