@@ -19,6 +19,7 @@ from splitjax.cost.heads import HeadReaders, SharedHeads
 from splitjax.cost.use_links import UseLinks, link_uses, num_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
+from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph, Pick, Use
 
 Axes = tuple[str, ...]
@@ -58,8 +59,9 @@ class WeightFlow:
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
     - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
       where no gradient boundary holds it: XLA decides there what each device computes.
-    - `joined`: the local label of its columns, where they are concatenated with other values while no use reads them as
-      they are: its output is brought together then (`planning.sites.joined_outputs`). None elsewhere.
+    - `joined`: the site of the first operation that reads its columns where they are concatenated with other values,
+      if no use reads them as they are: its output is brought together there (`planning.sites.joined_outputs`). None
+      elsewhere.
     """
 
     use: Use
@@ -81,7 +83,7 @@ class WeightFlow:
     shared: SharedHeads | None = None
     travels: bool = False
     sorting: tuple[Sorting, ...] = ()
-    joined: int | None = None
+    joined: Site | None = None
 
     @property
     def axes(self) -> Axes:

@@ -18,6 +18,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with n
 import numpy as np
 
 from splitjax.cost.heads import HeadReaders, find_readers
+from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph, Leaf, Pick, Reduction, Use
 
 # Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
@@ -41,8 +42,8 @@ class UseLinks:
       before the product.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
-    - `joined`: the local label of its columns, where they are concatenated with other values and its weight has one
-      dim of these; None elsewhere.
+    - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, if
+      its weight has one dim of these; None elsewhere.
     """
 
     use: Use
@@ -60,7 +61,7 @@ class UseLinks:
     heads: HeadReaders | None = None
     deals: bool = True
     picks: tuple[tuple[Pick, bool], ...] = ()
-    joined: int | None = None
+    joined: Site | None = None
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -108,7 +109,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
-                joined=_joined(graph, traced[use.param], roles[i]),
+                joined=_joined(graph, use, traced[use.param], roles[i]),
             )
         )
         for label in writes[i]:
@@ -132,14 +133,14 @@ def reads_ids(use: Use) -> bool:
     return use.data is not None and np.dtype(use.data_dtype).kind in "iub"
 
 
-def _joined(graph: Graph, leaf: Leaf, roles: Sequence[str]) -> int | None:
-    """Returns the local label of the only free dim of a weight, if values with that dim are concatenated along it; None
-    otherwise. `roles`: of its dims."""
+def _joined(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str]) -> Site | None:
+    """Returns where the columns of a use's output are read first as values that are concatenated along them with
+    others; None where they are not, or where its weight, `leaf`, has not one free dim. `roles`: of its dims."""
     free = [dim for dim, role in zip(leaf.dims, roles, strict=True) if role == "free"]
     if len(free) != 1 or not free[0]:
         return None
     label = graph.local[free[0][0]]
-    return label if any(each.label == label for each in graph.joined) else None
+    return min((each.site for each in graph.joined if each.label == label and use.site in each.uses), default=None)
 
 
 def _reductions(

@@ -212,12 +212,14 @@ class Joined:
     - `site`, `operand`: of the operation that reads it, and its position there.
     - `label`: the local label of the leading atom of the dim along which it is concatenated.
     - `is_joined`: whether each of its dims has that label.
+    - `uses`: the sites of the uses of parameters that its columns of that label come from, in program order.
     """
 
     site: tuple[int, ...]
     operand: int
     label: int
     is_joined: tuple[bool, ...]
+    uses: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

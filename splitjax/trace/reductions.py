@@ -64,35 +64,86 @@ def find_picks(
             )  # fmt: skip
 
 
-def find_joined(flat: FlatStep, classes: Classes, examples: frozenset[int]) -> Iterator[Joined]:
+def find_joined(
+    flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int]
+) -> Iterator[Joined]:
     """Yields where the forward computation of gradient boundaries reads values that it concatenates with others along
-    another dim than that of the examples, in program order. `classes`: the dim classes. `examples`: the atoms of the
-    example dim.
+    another dim than that of the examples, in program order; and reads values that are stacked with such a value, which
+    has its columns together. The arguments are those of `find_reductions`.
 
     A constraint can be put on what an operation reads only where lowering rebuilds that operation. It rebuilds none
     inside a custom derivative rule, nor one that stands for no equation of the program. A value that is read by such an
     operation, too, cannot be constrained alike wherever it is read, and is left out with all of its readers."""
-    along: dict[int, int] = {}  # by value, the label of the dim along which it is concatenated
-    for op in flat.ops:
-        if op.primitive == "concatenate" and op.inside and op.phase != BACKWARD and len(op.inputs) > 1:
-            for value in op.inputs:
-                dims = classes.dims(value, len(flat.shapes[value]))
-                atoms = dims[op.params["dimension"]]
-                if atoms and atoms[0] not in examples and any(dim and dim[0] in examples for dim in dims):
-                    along[value] = classes.local(atoms[0])
+    makers: dict[int, int] = {}
+    along: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}  # by value and label of a dim, where that comes from
+
+    def behind(value: int, label: int) -> tuple[tuple[int, ...], ...]:
+        if not makers:
+            makers.update((made, number) for number, op in enumerate(flat.ops) for made in op.outputs)
+        return _uses_behind(value, label, flat, classes, weights, makers)
+
+    joining = [
+        op
+        for op in flat.ops
+        if op.primitive in ("concatenate", "stack") and op.inside and op.phase != BACKWARD and len(op.inputs) > 1
+    ]
+    for op in joining:
+        for value in op.inputs if op.primitive == "concatenate" else ():
+            dims = classes.dims(value, len(flat.shapes[value]))
+            atoms = dims[op.params["dimension"]]
+            if atoms and atoms[0] not in examples and any(dim and dim[0] in examples for dim in dims):
+                label = classes.local(atoms[0])
+                along[value, label] = behind(value, label)
+    for op in joining:
+        labels = {value: _labels(value, flat, classes) for value in op.inputs}
+        for label in {label for (_, label), sites in along.items() if sites}.intersection(*labels.values()):
+            together = {site for (_, its), sites in along.items() if its == label for site in sites}
+            found = {(value, label): behind(value, label) for value in op.inputs}
+            if any(together.intersection(sites) for sites in found.values()):
+                along |= {key: sites for key, sites in found.items() if sites}
+    labels_of: dict[int, list[int]] = {}
+    for value, label in along:
+        labels_of.setdefault(value, []).append(label)
     readers = [
         (op, operand, value)
         for op in flat.ops
         if op.inside and op.phase != BACKWARD
         for operand, value in enumerate(op.inputs)
-        if value in along
+        if value in labels_of
     ]
     hidden = {value for op, _, value in readers if not op.editable or op.eqn is None}
     for op, operand, value in readers:
-        if value not in hidden:
+        for label in labels_of[value] if value not in hidden else ():
             dims = classes.dims(value, len(flat.shapes[value]))
-            is_joined = tuple(bool(dim) and classes.local(dim[0]) == along[value] for dim in dims)
-            yield Joined(op.site, operand, along[value], is_joined)
+            is_joined = tuple(bool(dim) and classes.local(dim[0]) == label for dim in dims)
+            yield Joined(op.site, operand, label, is_joined, along[value, label])
+
+
+def _labels(value: int, flat: FlatStep, classes: Classes) -> set[int]:
+    """Returns the local labels of the dims of a value."""
+    return {classes.local(atom) for dim in classes.dims(value, len(flat.shapes[value])) for atom in dim}
+
+
+def _uses_behind(
+    value: int, label: int, flat: FlatStep, classes: Classes, weights: frozenset[int], makers: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the sites of the uses of parameters that the columns of a value come from, in program order: the nearest
+    before it on every way back through values with these columns. `label`: theirs. `makers`: by value, the position of
+    the operation that makes it."""
+    found: set[int] = set()
+    seen, left = {value}, [value]
+    while left:
+        number = makers.get(left.pop())
+        if number is None:
+            continue
+        if number in weights:
+            found.add(number)
+            continue
+        for before in flat.ops[number].inputs:
+            if before not in seen and label in _labels(before, flat, classes):
+                seen.add(before)
+                left.append(before)
+    return tuple(flat.ops[number].site for number in sorted(found))
 
 
 def _axes(op: Op) -> tuple[int, ...]:

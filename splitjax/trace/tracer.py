@@ -127,7 +127,7 @@ def _assemble(
         picks=tuple(find_picks(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated)),
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
-        joined=tuple(find_joined(flat, classes, example_atoms)),
+        joined=tuple(find_joined(flat, classes, example_atoms, frozenset(use.op for use in uses))),
         dealt=find_dealt(flat, classes, sources, arguments),
         scanned=tuple(_scanned(flat, classes, stepping)),
     )

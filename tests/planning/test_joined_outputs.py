@@ -72,6 +72,53 @@ def test_columns_that_are_concatenated_are_gathered_once(rules):
     ]
 
 
+@pytest.mark.parametrize("tower", ["first", "second"])
+def test_towers_that_are_stacked_with_one_that_is_concatenated_are_gathered(tower):
+    """Columns of towers that are stacked are one dim for the trace: which tower is joined, it has to look up. Were the
+    other left in parts, XLA would cut up the first again, and sum their products over devices."""
+
+    def towers(params, batch):
+        made = {
+            name: jax.nn.relu(jax.nn.relu(batch[name] @ params[f"{name}_up"]) @ params[f"{name}_down"] @ params[name])
+            for name in ("first", "second")
+        }
+        stacked = jnp.stack([*made.values()], 1)
+        products = jnp.einsum("bfk,bgk->bfg", stacked, stacked).reshape(EXAMPLES, 4)
+        return jnp.mean((jnp.concatenate([made[tower], products], 1) @ params["last"] - batch["y"]) ** 2)
+
+    with jax.enable_x64(True):
+        made, batch = setup()
+        params = {"last": made["last"][:1].repeat(COLUMNS + 4, 0)}
+        for name in ("first", "second"):
+            params |= {f"{name}_up": made["up"], f"{name}_down": made["down"], name: made["columns"]}
+        batch = {"first": batch["x"], "second": 2 * batch["x"], "y": batch["y"]}
+        step = stepping(splitjax.value_and_grad, towers)
+        parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron", donate=False)
+        alone = jax.jit(stepping(jax.value_and_grad, towers))(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), alone)
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    columns = 3 * (EXAMPLES // 2) * (COLUMNS // 4) * 8
+    assert [(one.layer, one.bytes) for one in gathers(plan)] == [("first", columns), ("second", columns)]
+
+
+def test_a_tower_that_is_not_joined_stays_in_parts():
+    """Nothing but a sum ties the columns of two towers, and one is concatenated afterwards."""
+
+    def towers(params, batch):
+        first, second = jnp.tanh(batch["x"] @ params["first"]), jnp.tanh(2 * batch["x"] @ params["second"])
+        joined = jnp.concatenate([first, batch["x"]], 1) @ params["last"]
+        return jnp.mean((joined - batch["y"]) ** 2) + jnp.mean((second - first) ** 2)
+
+    with jax.enable_x64(True):
+        made, batch = setup()
+        params = {"first": made["columns"], "second": made["columns"], "last": made["last"][:1].repeat(20, 0)}
+        step = stepping(splitjax.value_and_grad, towers)
+        plan = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron").plan(params, batch)
+    assert [one.layer for one in gathers(plan)] == ["first"]
+
+
 def test_columns_that_rows_read_stay_in_parts():
     with jax.enable_x64(True):
         params, batch = setup()
