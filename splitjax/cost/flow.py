@@ -53,7 +53,7 @@ class WeightFlow:
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `recurs`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
-    - `reduced`: what reductions over the columns of its output send, where these stay split behind it.
+    - `reduced`: what reductions over the columns of its output send, where these are still split.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
@@ -215,7 +215,7 @@ def flow_of(
         ),
         producers=links.producers,
         recurs=links.recurs,
-        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free))) if stays and joined is None else (),
+        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free), joined)) if stays else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
         joined=joined,
     )
@@ -241,13 +241,16 @@ def _shared(heads: HeadReaders, split_at: Callable[[int], Split], setting: Setti
     return SharedHeads(axes[0], heads.num_heads, mesh.size(axes) // heads.num_heads)
 
 
-def _sent_by_reductions(links: UseLinks, num_shares: int, num_parts: int) -> Iterator[Reduced]:
+def _sent_by_reductions(links: UseLinks, num_shares: int, num_parts: int, joined: Site | None) -> Iterator[Reduced]:
     """Yields what the reductions over the columns of a use's output send.
 
     **Arguments:** `links`: of the use. `num_shares`: the parts of the batch. `num_parts`: the parts of the columns.
+    `joined`: the site from which on the columns are whole, so that reductions over them send nothing; None for none.
 
     XLA all-reduces the devices' results; of the place of a maximum it gathers their maxima and places."""
     for each in links.reductions:
+        if joined is not None and each.site >= joined:
+            continue
         if each.primitive in ("argmax", "argmin"):
             for dtype in (each.operand_dtype, each.dtype):
                 sent = num_parts * num_bytes(each.shape, dtype) * each.trips // num_shares

@@ -103,6 +103,30 @@ def test_towers_that_are_stacked_with_one_that_is_concatenated_are_gathered(towe
     assert [(one.layer, one.bytes) for one in gathers(plan)] == [("first", columns), ("second", columns)]
 
 
+def test_columns_that_are_reduced_before_they_are_joined_are_summed_over_devices():
+    """A norm of columns in parts is a sum over devices; one of columns that are whole already is none."""
+
+    def normed(columns):
+        return columns / jnp.sqrt(jnp.sum(columns * columns, -1, keepdims=True) + 1)
+
+    def loss(params, batch):
+        columns = normed(jnp.tanh(batch["x"] @ params["columns"]))
+        joined = jnp.concatenate([columns, batch["x"]], 1) @ params["last"]
+        return jnp.mean((joined - batch["y"]) ** 2 * jnp.max(columns, -1, keepdims=True))
+
+    with jax.enable_x64(True):
+        made, batch = setup()
+        params = {"columns": made["columns"], "last": made["last"][:1].repeat(20, 0)}
+        step = stepping(splitjax.value_and_grad, loss)
+        parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron")
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    of_columns = [one for one in plan.collectives if one.purpose.kind == PurposeKind.REDUCED_FEATURES]
+    # Of the sum of each of 4 examples, a device sends a quarter around a ring of four, twice.
+    assert [(one.op, one.layer, one.bytes) for one in of_columns] == [("all_reduce", "columns", 2 * 3 * 8)]
+    assert [one.bytes for one in report.collectives if one.planned in of_columns] == [2 * 3 * 8]
+    assert report.missing == ()
+
+
 def test_a_tower_that_is_not_joined_stays_in_parts():
     """Nothing but a sum ties the columns of two towers, and one is concatenated afterwards."""
 
