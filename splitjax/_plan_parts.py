@@ -322,7 +322,8 @@ class BlockRemat:
 
     - `name`: of all blocks of one make, such as `params/block*`, or of a scan over layers; `*` for those that are not
       named.
-    - `keeps`: the policy of `jax.checkpoint`: `dots_saveable` for products, `nothing_saveable` for their inputs alone.
+    - `keeps`: the policy of `jax.checkpoint`: `dots_saveable` for products of matrices and convolutions (ragged
+      products are computed again), `nothing_saveable` for their inputs alone.
     """
 
     name: str

@@ -69,10 +69,11 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       `splitjax.value_and_grad` is not told; None for whole. It does not change the numbers. `"auto"` takes the fewest
       with which the step is within `memory_budget`, alone or with rules and mesh (docs/choosing.md).
     - `remat`: what repeated blocks of the loss, and the bodies of its scans over layers, keep for the backward pass,
-      which computes the rest of them again, for less memory: `"dots_saveable"` for products, `"nothing_saveable"`, as
-      `jax.checkpoint_policies` has them, or `{"params/block*": "dots_saveable"}` by name; None for what the step says
-      itself. It does not change the numbers. `"auto"` takes what is predicted to be fastest within `memory_budget`,
-      alone or with rules and mesh (docs/choosing.md).
+      which computes the rest of them again, for less memory: `"dots_saveable"` for products of matrices and
+      convolutions, but not for ragged products, `"nothing_saveable"`, as `jax.checkpoint_policies` has them, or
+      `{"params/block*": "dots_saveable"}` by name; None for what the step says itself. It does not change the numbers.
+      `"auto"` takes what is predicted to be fastest within `memory_budget`, alone or with rules and mesh
+      (docs/choosing.md).
     - `sync`: how gradients of tables with row lookups are exchanged: `"dense"`, a scheme of `splitjax.sync` or its
       name, `"auto"`, or `{parameter pattern: one of these}`; with `splitjax.sync.ByRows(scheme, lazy=True)` also where
       that changes the numbers. The first three steps are observed, then the step is compiled once more

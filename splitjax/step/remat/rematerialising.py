@@ -21,7 +21,7 @@ from splitjax import _compat
 from splitjax._plan_parts import DOTS, EVERY_BLOCK, NOTHING, BlockRemat
 from splitjax.errors import GradientError
 from splitjax.primitives.calls import CallKind, inline_body, kind_of
-from splitjax.primitives.walk import boundaries, walk
+from splitjax.primitives.walk import boundaries, walk, walk_inside
 from splitjax.step.boundary import Boundary, boundary_of
 from splitjax.step.boundary_changes import with_boundaries
 from splitjax.step.remat.blocks import (
@@ -48,28 +48,31 @@ POLICIES: Mapping[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedBlock:
-    """Is a block with those like it: its `name`, such as `params/block*`, and their `count`; 1 for the body of a
-    loop."""
+    """Is a block with those like it, or the body of a loop: its `name`, such as `params/block*`, and whether it
+    `has_products` that `dots_saveable` keeps: of matrices, and convolutions, but no ragged ones."""
 
     name: str
-    count: int
+    has_products: bool = True
 
 
 def repeated_blocks(jaxpr: _compat.ClosedJaxpr) -> tuple[RepeatedBlock, ...]:
     """Returns the repeated blocks of a step, in the order of the program."""
-    found: dict[str, int] = {}
+    found: dict[str, bool] = {}
     for visit in boundaries(jaxpr):
-        for span in _Forward(boundary_of(visit.eqn.params)).spans():
-            found[span.name] = found.get(span.name, 0) + 1
-    return tuple(RepeatedBlock(name, count) for name, count in found.items())
+        for block in _Forward(boundary_of(visit.eqn.params)).blocks():
+            found[block.name] = found.get(block.name, False) or block.has_products
+    return tuple(RepeatedBlock(name, has_products) for name, has_products in found.items())
 
 
 def choices_of(blocks: Sequence[RepeatedBlock]) -> tuple[Remat, ...]:
     """Returns what can be chosen of the repeated blocks of a step beside keeping all that it keeps as it is written:
-    for each of them nothing, products, or the same as that; for many kinds of blocks the same for all."""
+    for each of them nothing, products where it has any, or the same as that; for many kinds of blocks the same for
+    all."""
+    policies = lambda block: [keeps for keeps in POLICIES if keeps != DOTS or block.has_products]
     if len(blocks) > _MOST_KINDS:
-        return tuple(tuple(BlockRemat(block.name, keeps) for block in blocks) for keeps in POLICIES)
-    found = itertools.product((None, *POLICIES), repeat=len(blocks))
+        kept = [keeps for keeps in POLICIES if any(keeps in policies(block) for block in blocks)]
+        return tuple(tuple(BlockRemat(block.name, keeps) for block in blocks) for keeps in kept)
+    found = itertools.product(*((None, *policies(block)) for block in blocks))
     return tuple(
         tuple(BlockRemat(block.name, keeps) for block, keeps in zip(blocks, each, strict=True) if keeps is not None)
         for each in found
@@ -136,9 +139,9 @@ class _Forward:
             frozenset((paths[i],)) if i in differentiated else None for i in range(len(inner.invars))
         ]
 
-    def spans(self) -> Iterator[Span]:
-        """Yields its blocks, those in calls that it inlines among them."""
-        yield from self._spans(self._closed, self._origins)
+    def blocks(self) -> Iterator[RepeatedBlock]:
+        """Yields its blocks one by one, those in calls that it inlines among them."""
+        yield from self._blocks(self._closed, self._origins)
 
     def refused(self) -> dict[str, str]:
         """Returns by name why blocks that repeat each other are not among these, as a clause."""
@@ -148,12 +151,13 @@ class _Forward:
         """Returns the equation of the boundary with its blocks computed again as `policies` say by name."""
         return _compat.with_params(eqn, forward=self._again(self._closed, self._origins, policies))
 
-    def _spans(self, closed: Any, origins: Sequence[Origin]) -> Iterator[Span]:
+    def _blocks(self, closed: Any, origins: Sequence[Origin]) -> Iterator[RepeatedBlock]:
         inner, _ = _compat.open_jaxpr(closed)
         spans = spans_of(inner, origins, self._makes)
-        yield from spans
+        for span in spans:
+            yield RepeatedBlock(span.name, any(map(_has_products, inner.eqns[span.start : span.end])))
         for _, body, within in _inlined(inner, origins, spans):
-            yield from self._spans(body, within)
+            yield from self._blocks(body, within)
 
     def _refused(self, closed: Any, origins: Sequence[Origin]) -> dict[str, str]:
         inner, _ = _compat.open_jaxpr(closed)
@@ -197,6 +201,14 @@ def _inlined(
         body = None if index in inside else inline_body(eqn)
         if body is not None and any(value is body for value in eqn.params.values()):
             yield index, body, operand_origins(eqn, of_value)
+
+
+def _has_products(eqn: Any) -> bool:
+    """Whether an equation is, or has in it, what JAX's policy for products keeps."""
+    return any(
+        POLICIES[DOTS](each.primitive, *(atom.aval for atom in each.invars), **each.params)
+        for each in (eqn, *(visit.eqn for visit in walk_inside(eqn)))
+    )
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,6 +72,15 @@ def penalised(params, batch):
     return unrolled(params, batch) + 1e-3 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
 
 
+def averaged(params, batch):
+    """What is made of several blocks together is read behind them."""
+    x = batch["x"] @ params["embed"]
+    for number in range(NUM_BLOCKS):
+        x = block(params[f"block{number}"], x)
+    x *= 1 + sum(params[f"block{number}"]["scale"] for number in range(NUM_BLOCKS)) / NUM_BLOCKS
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
 def penalised_one_by_one(params, batch):
     loss = unrolled(params, batch)
     for leaf in jax.tree.leaves(params):
@@ -119,14 +129,17 @@ def checkpoints(jaxpr):
     return [visit.eqn for visit in walk(jaxpr) if kind_of(visit.eqn) is CallKind.REMAT]
 
 
+BLOCKS, LISTED, LOOP = map(RepeatedBlock, ("params/block*", "params/blocks/*", "params/blocks"))
+# By loss: its blocks, and how many of them stand in it.
 FOUND = {
-    unrolled: (RepeatedBlock("params/block*", NUM_BLOCKS),),
-    inlined: (RepeatedBlock("params/block*", NUM_BLOCKS),),
-    unrolled_list: (RepeatedBlock("params/blocks/*", NUM_BLOCKS),),
-    penalised: (RepeatedBlock("params/block*", NUM_BLOCKS),),
-    penalised_one_by_one: (RepeatedBlock("params/block*", NUM_BLOCKS),),
-    scanned: (RepeatedBlock("params/blocks", 1),),
-    two_kinds: (RepeatedBlock("params/blocks", 1), RepeatedBlock("params/block*", NUM_BLOCKS)),
+    unrolled: ((BLOCKS,), NUM_BLOCKS),
+    inlined: ((BLOCKS,), NUM_BLOCKS),
+    unrolled_list: ((LISTED,), NUM_BLOCKS),
+    penalised: ((BLOCKS,), NUM_BLOCKS),
+    penalised_one_by_one: ((BLOCKS,), NUM_BLOCKS),
+    averaged: ((BLOCKS,), NUM_BLOCKS),
+    scanned: ((LOOP,), 1),
+    two_kinds: ((LOOP, BLOCKS), 1 + NUM_BLOCKS),
 }
 
 
@@ -135,10 +148,11 @@ FOUND = {
 def test_the_numbers_stay_and_each_block_is_computed_again(loss, keeps):
     with jax.enable_x64(True):
         before = traced(loss)
-        assert repeated_blocks(before) == FOUND[loss] and why_not_again(before) == ""
+        blocks, number = FOUND[loss]
+        assert repeated_blocks(before) == blocks and why_not_again(before) == ""
         after = rematerialised(before, (BlockRemat("*", keeps),))
         found = checkpoints(after)
-        assert len(found) == sum(each.count for each in FOUND[loss]) and not checkpoints(before)
+        assert len(found) == number and not checkpoints(before)
         assert {eqn.params["policy"] for eqn in found} == {POLICIES[keeps]}
         leaves = jax.tree.leaves((params_of(loss), BATCH))
         expected = jax.jit(lambda *leaves: _compat.eval_jaxpr(before, (), *leaves))(*leaves)
@@ -149,7 +163,7 @@ def test_the_numbers_stay_and_each_block_is_computed_again(loss, keeps):
     assert repeated_blocks(after) == () and "jax.checkpoint" in why_not_again(after)
 
 
-@pytest.mark.parametrize("loss", [unrolled, penalised, penalised_one_by_one], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [unrolled, penalised, penalised_one_by_one, averaged], ids=lambda loss: loss.__name__)
 def test_blocks_are_cut_where_the_fewest_bytes_live(loss):
     after = rematerialised(traced(loss), (BlockRemat("*", "nothing_saveable"),))
     for eqn in checkpoints(after):
@@ -187,14 +201,52 @@ def test_what_is_named_is_computed_again_and_nothing_else():
 
 
 def test_what_can_be_chosen():
-    blocks = FOUND[two_kinds]
+    blocks, _ = FOUND[two_kinds]
     found = choices_of(blocks)
     assert len(found) == len(set(found)) == 8 and () not in found
     assert (BlockRemat("params/block*", "dots_saveable"),) in found
     # Of many kinds all keep alike.
-    many = [RepeatedBlock(f"params/stage{number}/block*", 2) for number in range(5)]
+    many = [RepeatedBlock(f"params/stage{number}/block*") for number in range(5)]
     assert [{each.keeps for each in remat} for remat in choices_of(many)] == [{keeps} for keeps in POLICIES]
     assert choices_of(()) == ()
+
+
+def convolved(params, x):
+    return x + jax.nn.relu(jax.lax.conv_general_dilated(x, params["w"], (1,), "SAME"))
+
+
+def grouped(params, x):
+    return x + jax.nn.relu(jax.lax.ragged_dot(x, params["w"], jnp.full(2, 4)))
+
+
+def scaled(params, x):
+    return jnp.sin(x * params["w"])
+
+
+# By function: the weight of a block, its input, whether it has what `dots_saveable` keeps.
+PRODUCTS = {convolved: ((4, 4, 3), (8, 4, 6), True), grouped: ((2, 4, 4), (8, 4), False), scaled: ((4,), (8, 4), False)}
+
+
+@pytest.mark.parametrize("layer", PRODUCTS, ids=lambda layer: layer.__name__)
+def test_products_are_a_choice_where_the_policy_keeps_any(layer, capsys):
+    """Against what JAX itself keeps under both policies."""
+    weight, examples, has_products = PRODUCTS[layer]
+
+    def loss(params, x):
+        return jnp.sum(layer(params["block1"], layer(params["block0"], x)))
+
+    params, x = {f"block{number}": {"w": jnp.ones(weight)} for number in range(2)}, jnp.ones(examples)
+    before = jax.make_jaxpr(step_of(loss))(params, x)
+    assert repeated_blocks(before) == (RepeatedBlock("params/block*", has_products),)
+    assert len(choices_of(repeated_blocks(before))) == (2 if has_products else 1)
+    num_kept = []
+    for policy in POLICIES.values():
+        jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(layer, policy=policy), params["block0"], x)
+        num_kept.append(len(capsys.readouterr().out.splitlines()))
+    assert (num_kept[0] > num_kept[1] > 0) == has_products
+    # Of many kinds all may keep products where one has any.
+    many = [RepeatedBlock(f"params/stage{number}/block*", has_products and number == 0) for number in range(5)]
+    assert len(choices_of(many)) == (2 if has_products else 1)
 
 
 def nested(params, batch):
@@ -213,7 +265,7 @@ def test_a_loop_within_a_block_is_computed_again_with_it():
     }
     with jax.enable_x64(True):
         before = jax.make_jaxpr(step_of(nested))(params, BATCH)
-        assert repeated_blocks(before) == (RepeatedBlock("params/block*", 2),)
+        assert repeated_blocks(before) == (BLOCKS,)
         after = rematerialised(before, (BlockRemat("*", "nothing_saveable"),))
         assert len(checkpoints(after)) == 2
         leaves = jax.tree.leaves((params, BATCH))
