@@ -13,6 +13,7 @@ from splitjax._compat.compiled import serialized_modules as serialized_modules
 from splitjax._compat.compiled import telling_programs as telling_programs
 from splitjax._compat.definition import define_primitive as define_primitive
 from splitjax._compat.equations import bind_equation as bind_equation
+from splitjax._compat.equations import checkpoint_equation as checkpoint_equation
 from splitjax._compat.equations import context_mesh as context_mesh
 from splitjax._compat.equations import equation_context as equation_context
 from splitjax._compat.equations import has_ordered_effects as has_ordered_effects

@@ -4,7 +4,8 @@ were traced with."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax._src import effects, source_info_util
 from jax.extend import random as jax_random
 from jax.extend.core import Literal
 
-from splitjax._compat.jaxprs import NO_EFFECTS, close_jaxpr, prune_jaxpr, trace
+from splitjax._compat.jaxprs import NO_EFFECTS, close_jaxpr, like_jaxpr, open_jaxpr, prune_jaxpr, trace
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -77,6 +78,41 @@ def moved_equation(
 def with_params(eqn: Any, **changes: Any) -> Any:
     """Returns `eqn` with the parameters in `changes` changed."""
     return eqn.replace(params={**eqn.params, **changes})
+
+
+def checkpoint_equation(
+    eqn: Any,
+    body: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    policy: Callable[..., Any],
+    *,
+    prevent_cse: bool,
+) -> Any:
+    """Returns the equation of `jax.checkpoint` around the closed jaxpr `body`, which has no constants, as this release
+    of JAX writes it.
+
+    **Arguments:** `eqn`: one whose source line, name stack and settings it has. `inputs`: what it reads, an
+    atom for each input of `body`. `outputs`: variables, one for each result. `policy`, `prevent_cse`: as of
+    `jax.checkpoint`."""
+    template = _checkpoint_template(policy, prevent_cse)
+    inner, _ = open_jaxpr(body)
+    return template.replace(
+        invars=list(inputs),
+        outvars=list(outputs),
+        params={**template.params, "jaxpr": like_jaxpr(template.params["jaxpr"], inner)},
+        source_info=eqn.source_info,
+        ctx=eqn.ctx,
+    )
+
+
+@functools.cache
+def _checkpoint_template(policy: Callable[..., Any], prevent_cse: bool) -> Any:
+    """Returns an equation of `jax.checkpoint` around a function of one number."""
+    fun = jax.checkpoint(jax.numpy.sin, policy=policy, prevent_cse=prevent_cse)
+    closed, _ = trace(fun, jax.ShapeDtypeStruct((), jax.numpy.float32))
+    (eqn,) = open_jaxpr(closed)[0].eqns
+    return eqn
 
 
 def prune(eqn: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:

@@ -9,13 +9,11 @@ some of them twice. It is what the option `remat` of `splitjax.parallelize` does
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from splitjax import _compat
 from splitjax._plan_parts import DOTS, EVERY_BLOCK, NOTHING, BlockRemat
@@ -222,7 +220,7 @@ def _block_again(like: Any, eqns: Sequence[Any], read_later: set[Any], policy: s
     outputs = [out for eqn in eqns for out in eqn.outvars if out in read_later]
     body = _compat.build_jaxpr(like, inputs, outputs, eqns, ())
     # The barrier keeps XLA from making one of both computations.
-    return _checkpoint(eqns[0], body, inputs, outputs, policy, prevent_cse=True)
+    return _compat.checkpoint_equation(eqns[0], body, inputs, outputs, POLICIES[policy], prevent_cse=True)
 
 
 def _loop_again(scan: Any, policy: str) -> Any:
@@ -233,32 +231,8 @@ def _loop_again(scan: Any, policy: str) -> Any:
     results = list(dict.fromkeys(out for out in _variables(inner.outvars) if out not in {*constvars, *inputs}))
     body = _compat.build_jaxpr(closed, [*constvars, *inputs], results, inner.eqns, ())
     new = {old: _compat.new_variable(old) for old in results}
-    eqn = _checkpoint(scan, body, [*constvars, *inputs], list(new.values()), policy, prevent_cse=False)
+    operands, made = [*constvars, *inputs], list(new.values())
+    eqn = _compat.checkpoint_equation(scan, body, operands, made, POLICIES[policy], prevent_cse=False)
     outvars = [out if isinstance(out, _compat.Literal) else new.get(out, out) for out in inner.outvars]
     again = _compat.build_jaxpr(closed, inputs, outvars, [eqn], list(zip(constvars, consts, strict=True)))
     return _compat.with_params(scan, jaxpr=again)
-
-
-def _checkpoint(
-    place: Any, body: Any, inputs: Sequence[Any], outputs: Sequence[Any], policy: str, *, prevent_cse: bool
-) -> Any:
-    """Returns the equation of `jax.checkpoint` around the closed jaxpr `body`, which has no constants. `place`: the
-    equation whose source line it has."""
-    template = _template(policy, prevent_cse)
-    inner, _ = _compat.open_jaxpr(body)
-    return template.replace(
-        invars=list(inputs),
-        outvars=list(outputs),
-        params={**template.params, "jaxpr": _compat.like_jaxpr(template.params["jaxpr"], inner)},
-        source_info=place.source_info,
-        ctx=place.ctx,
-    )
-
-
-@functools.cache
-def _template(policy: str, prevent_cse: bool) -> Any:
-    """Returns an equation of `jax.checkpoint`, as this release of JAX makes it."""
-    fun = jax.checkpoint(jnp.sin, policy=POLICIES[policy], prevent_cse=prevent_cse)
-    closed, _ = _compat.trace(fun, jax.ShapeDtypeStruct((), jnp.float32))
-    (eqn,) = _compat.open_jaxpr(closed)[0].eqns
-    return eqn

@@ -343,3 +343,22 @@ def test_makes_of_blocks():
     # The outermost that repeats is the block.
     assert found["params/stage1/conv2/w"] == ("params/stage*", "params/stage1") and "params/head" not in found
     assert operand_path("params['block1']['attn'][0].w") == "params/block1/attn/0/w"
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_an_equation_around_others_is_that_of_jax_itself(prevent_cse):
+    """In its parameters, and in what it means; it stands at the line of what is in it."""
+    policy = POLICIES["nothing_saveable"]
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+    inner, _ = _compat.open_jaxpr(closed)
+    checkpointed = jax.checkpoint(lambda x: jnp.sin(x) * 2, policy=policy, prevent_cse=prevent_cse)
+    (expected,) = _compat.open_jaxpr(jax.make_jaxpr(checkpointed)(1.0))[0].eqns
+    eqn = _compat.checkpoint_equation(
+        inner.eqns[0], closed, inner.invars, inner.outvars, policy, prevent_cse=prevent_cse
+    )
+    differing = {name for name in expected.params if eqn.params[name] != expected.params[name]}
+    assert eqn.primitive == expected.primitive and differing <= {"jaxpr"} and kind_of(eqn) is CallKind.REMAT
+    assert eqn.source_info is inner.eqns[0].source_info and eqn.ctx is inner.eqns[0].ctx
+    around = _compat.build_jaxpr(closed, inner.invars, inner.outvars, [eqn], ())
+    value, gradient = jax.value_and_grad(lambda x: _compat.eval_jaxpr(around, (), x)[0])(0.5)
+    np.testing.assert_allclose((value, gradient), (2 * np.sin(0.5), 2 * np.cos(0.5)), rtol=1e-6)
