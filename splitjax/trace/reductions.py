@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from splitjax.trace.classes import Classes
@@ -57,7 +58,7 @@ def find_picks(
         whole, rows = (op.inputs[0], op.outputs[0]) if op.primitive == "gather" else (op.outputs[0], op.inputs[2])
         dims = classes.dims(whole, len(flat.shapes[whole]))
         leading = [dims[dim][0] for dim in indexed if dims[dim]]
-        if np.issubdtype(np.dtype(flat.dtypes[whole]), np.inexact) and examples.intersection(leading):
+        if jnp.issubdtype(np.dtype(flat.dtypes[whole]), np.inexact) and examples.intersection(leading):
             yield Pick(
                 op.primitive, op.site, flat.shapes[whole], flat.shapes[rows], flat.dtypes[whole], op.trips,
                 repeated[number],

@@ -38,7 +38,7 @@ def step(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def main() -> None:
     options = make_options(step, (0,), None, (), None, None)
-    decorated = SimpleNamespace(fn=step, options=options, returns_state=True, name="step", microbatches=None)
+    decorated = SimpleNamespace(fn=step, options=options, returns_state=True, name="step", microbatches=None, remat=())
     arguments = jax.ShapeDtypeStruct((4096, 8), jnp.float32), jax.ShapeDtypeStruct((16, 2), jnp.int32)
     traced = trace_step(decorated, bind(step, options, arguments))
     sync = parse("auto", "parallelize")
