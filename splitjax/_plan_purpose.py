@@ -34,6 +34,9 @@ class PurposeKind(enum.StrEnum):
     DEALT_COLUMNS = "dealt_columns"  # deals its columns out, where it holds several weights side by side
     DEALT_GRADIENT = "dealt_gradient"  # takes its gradient's columns back from where `DEALT_COLUMNS` brought them
 
+    # Of one batch, `Purpose.leaf`.
+    TURN_EXAMPLES = "turn_examples"  # gives each device its share of every turn of a loop that the batch is cut into
+
     # Crossings: replicated layers have each worker's own examples, split layers those of the whole group.
     ENTER_COLUMNS = "enter_columns"  # brings the examples of the group to a column-split layer
     RETURN_COLUMNS = "return_columns"  # sums the cotangents of what came by `ENTER_COLUMNS`, onto their workers
@@ -83,6 +86,7 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.STORED_WEIGHT: "{phase}: {leaf} is stored in pieces",
     PurposeKind.DEALT_COLUMNS: "{phase}: columns of {leaf}, which holds several weights, to their devices",
     PurposeKind.DEALT_GRADIENT: "gradient of {leaf}, its columns back to where they are stored",
+    PurposeKind.TURN_EXAMPLES: "{phase}: examples of {leaf}, a share of every turn of a loop to each device",
     PurposeKind.ENTER_COLUMNS: "{phase}: the group's examples enter a split layer",
     PurposeKind.RETURN_COLUMNS: "{phase}: input cotangents return to their workers",
     PurposeKind.ENTER_ROWS: "{phase}: the group's examples enter a row-split layer",

@@ -8,6 +8,7 @@ largest degree), and each colour is a round, in which no device sends or receive
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -73,7 +74,11 @@ def find_moves(sizes: tuple[int, ...], num: int) -> Moves:
 
 def _rounds(edges: list[Edge], num: int) -> tuple[tuple[Edge, ...], ...]:
     """Colours edges so that no device has two of a colour on either side, with as few colours as can be."""
-    degree = max((max(sum(e[0] == d for e in edges), sum(e[2] == d for e in edges)) for d in range(num)), default=0)
+    degrees = (
+        *collections.Counter(edge[0] for edge in edges).values(),
+        *collections.Counter(edge[2] for edge in edges).values(),
+    )
+    degree = max(degrees, default=0)
     leaving: list[dict[int, int]] = [{} for _ in range(num)]  # per device, colour -> edge
     coming: list[dict[int, int]] = [{} for _ in range(num)]
     colour: list[int] = [0] * len(edges)

@@ -18,7 +18,8 @@ from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, split_
 from splitjax.cost.memory import LeafBytes, leaf_bytes, use_bytes
 from splitjax.cost.structure import StepStructure
 from splitjax.cost.transforms import LocalTransform, derive_transforms
-from splitjax.plan import Collective, LeafPlan
+from splitjax.cost.turning import sent_for_turns
+from splitjax.plan import Collective, LeafPlan, Phase, Purpose, PurposeKind
 
 Sent = tuple[Collective, ...]
 
@@ -95,7 +96,7 @@ class Layout:
         return Renewed(
             weights,
             sent_by_use={i: self.sent_around(i) for i in touched},
-            sent_by_leaf={i: self.sent_for(weight) for i, weight in weights.items()},
+            sent_by_leaf={i: self.sent_for(i, weight) for i, weight in weights.items()},
             bytes_by_use={i: use_bytes(self.flows[i], mesh, group_comm) for i in moved},
             bytes_by_leaf={i: leaf_bytes(self.leaves[i], mesh, group_comm, by_rows) for i in resized},
             split_by_use={i: self.product_split(i) for i in moved},
@@ -115,10 +116,11 @@ class Layout:
         events = use_events(i, self.flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
         return sent_by(layer, events, mesh, manner.backward)
 
-    def sent_for(self, weight: Weight | None) -> Sent:
-        """Returns what gathers a weight and sums its gradient; nothing for leaves that are no parameters."""
+    def sent_for(self, i: int, weight: Weight | None) -> Sent:
+        """Returns what gathers the weight at position `i` and sums its gradient; of a batch, what gives devices their
+        shares of every turn that it is cut into; nothing for other leaves."""
         if weight is None:
-            return ()
+            return self._sent_for_turns(self.leaves[i])
         structure, path = self.structure, weight.leaf.path
         # In a loop around the gradient all of it is sent in every turn.
         turns = structure.graph.leaves[structure.position[path]].turns
@@ -167,6 +169,13 @@ class Layout:
             and self.parts.get(path, ()) == known.parts
             and _added_in_group(structure.added_to.get(path, ()), self.flows) == known.in_group
         )
+
+    def _sent_for_turns(self, leaf: LeafPlan) -> Sent:
+        structure, mesh = self.structure, self.setting.mesh
+        purpose = Purpose(PurposeKind.TURN_EXAMPLES, Phase.FORWARD, leaf.path)
+        turned = (each for each in structure.graph.turned if each.leaf == leaf.path)
+        events = ((*event, purpose) for each in turned for event in sent_for_turns(each, leaf, mesh))
+        return sent_by(leaf.path, events, mesh, self.manner.backward)
 
     def _dealt(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:
         """Yields, for each round in which columns of a parameter are dealt out, the axes, the bytes that a device

@@ -36,6 +36,7 @@ from splitjax.planning.sites.row_inputs import pin_row_inputs, with_row_inputs
 from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.planning.sites.shared_heads import pin_shared_heads, shared_notes
+from splitjax.planning.sites.turns import derive_turns
 from splitjax.primitives.foreign.callbacks import CALLBACKS
 from splitjax.trace.graph import Unknown
 
@@ -99,6 +100,7 @@ def constrain(draft: Draft) -> Draft:
             guarded=guarded_sites(suspects),
             kernels=(*kernels, *grids),
             deals=derive_deals(graph, layout.leaves, mesh),
+            turns=derive_turns(graph, layout.leaves, mesh),
             travels=[travel for travel in travels if travel.in_boundary],
         ),
     )

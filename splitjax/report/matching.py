@@ -23,7 +23,7 @@ from splitjax.primitives.table import OPERATIONS
 from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import primitive
-from splitjax.report.subject import BACKWARD, GRADIENT, MOVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
+from splitjax.report.subject import BACKWARD, BATCH, GRADIENT, MOVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
 
 # By position of a compiled collective: the number of the planned one that it realises, and that with its share of the
 # bytes.
@@ -39,6 +39,7 @@ _ABOUT: Mapping[PurposeKind, str] = {
     PurposeKind.GRADIENT_ROWS: ROWS,
     PurposeKind.STORED_WEIGHT: WEIGHT,
     PurposeKind.NEW_VALUE: STATE,
+    PurposeKind.TURN_EXAMPLES: BATCH,
 }
 # The scope of an exchange that splitjax wrote out, by what the planned collective is about.
 _WRITTEN_OUT: Mapping[str, str] = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}

@@ -18,6 +18,7 @@ _ENTERS = re.compile(r"splitjax:enter:[^/()]+")
 _ROWS = re.compile(r"splitjax:(rows|fallback|summed|handed):([^/()]+)")
 _AGAIN = "splitjax:again"  # see `sync.owner`
 _STORED = re.compile(r"splitjax:stored:([^/()]+)")
+_SHARES = re.compile(r"splitjax:shares:([^/()]+)")
 _WRAPPED = re.compile(r"(\w+)\((.*)\)")
 
 
@@ -53,6 +54,13 @@ def stored_scope(op_name: str) -> str:
     """Returns the layer (with dots for slashes) whose stored weight the operation `op_name` gathers; empty for any
     other operation."""
     scope = _STORED.search(op_name)
+    return scope.group(1) if scope else ""
+
+
+def shares_scope(op_name: str) -> str:
+    """Returns the batch (with dots for slashes) whose examples the operation `op_name` brings to the devices that share
+    their turn of a loop; empty for any other operation."""
+    scope = _SHARES.search(op_name)
     return scope.group(1) if scope else ""
 
 

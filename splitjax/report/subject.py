@@ -15,7 +15,7 @@ from splitjax.mesh import MeshShape
 from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.known_step import Step
-from splitjax.report.op_names import is_crossing, is_written_product
+from splitjax.report.op_names import is_crossing, is_written_product, shares_scope
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = (
@@ -82,6 +82,8 @@ def _moved_leaf(here: Around) -> tuple[str, str] | None:
     flow, step = here.flow, here.step
     if weight := step.stored(here.collective.op_name):
         return WEIGHT, weight
+    if batch := shares_scope(here.collective.op_name):
+        return BATCH, step.dotted(batch)
     origins = {step.leaf(flow.origin(source)) for source in flow.sources(here.node)}
     leaf = origins.pop() if len(origins) == 1 else None
     if leaf is None:

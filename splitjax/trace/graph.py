@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from splitjax.trace.dealt import DealtWeight
+from splitjax.trace.stepping import TurnedBatch
 from splitjax.trace.suspect_dims import Dim, Suspect
 from splitjax.trace.tables import LookupTable
 
@@ -244,12 +245,13 @@ class ScannedBatch:
     """Describes what a loop around the gradient reads turn by turn: its microbatches, or the batches of its steps.
 
     - `site`, `operand`: of the scan, or of the operation that picks a turn's part; and the operand's position.
-    - `dims`: of the operand; the first counts the loop's turns.
+    - `dims`: of the operand; the first counts the loop's turns. `fed_by`: the batch leaves that it is made of.
     """
 
     site: tuple[int, ...]
     operand: int
     dims: tuple[Dim, ...]
+    fed_by: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +333,8 @@ class Graph:
     - `reductions`: of activations, with a result for each example, in program order.
     - `picks`: where rows of activations are picked from all examples, or put among them, in program order.
     - `tables`: parameters that rows are looked up in.
-    - `scanned`: what loops around the gradient read turn by turn and holds examples.
+    - `scanned`: what loops around the gradient read turn by turn and holds examples. `turned`: where the batch is cut
+      into such turns.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
     - `dealt`: fused weights whose columns are dealt out to devices, in program order.
     - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
@@ -361,6 +364,7 @@ class Graph:
     picks: tuple[Pick, ...] = ()
     tables: tuple[LookupTable, ...] = ()
     scanned: tuple[ScannedBatch, ...] = ()
+    turned: tuple[TurnedBatch, ...] = ()
     foreign: tuple[ForeignCall, ...] = ()
     dealt: tuple[DealtWeight, ...] = ()
     inside_heads: frozenset[int] = frozenset()

@@ -4,14 +4,17 @@ A flat step and the classes of its dims go in; out comes which dims of the batch
 the examples lie then. It exists because these dims look like examples: they are the leading dims of the batch, and of
 what is made of it. Split over devices they would be useless, since a loop's turns run one after the other on all of
 them.
+
+A batch that is reshaped from [examples] to [turns, examples / turns] is found, too: consecutive examples lie on one
+device, and consecutive examples are one turn's, so devices that share the examples of every turn exchange them there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from splitjax.trace.classes import Atoms
+from splitjax.trace.classes import Atoms, Classes, Strength
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 
 
@@ -88,6 +91,56 @@ def count_turns(flat: FlatStep, sources: Sequence[frozenset[int]]) -> dict[int, 
             for leaf in {leaf for value in op.inputs for leaf in sources[value]}:
                 turns[leaf] = max(times, turns.get(leaf, 1))
     return turns
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnedBatch:
+    """Describes a reshape that cuts the examples of a batch value into turns.
+
+    - `site`: of the reshape. `leaf`: the path of the batch leaf whose examples these are.
+    - `shape`, `dtype`: of its operand. `dim`: the position of the dim that holds the examples.
+    - `turns`: how many turns it is cut into.
+    """
+
+    site: tuple[int, ...]
+    leaf: str
+    shape: tuple[int, ...]
+    dtype: str
+    dim: int
+    turns: int
+
+
+def find_turned(
+    flat: FlatStep, classes: Classes, stepping: Stepping, feeds: Sequence[frozenset[str]], examples: frozenset[int]
+) -> Iterator[TurnedBatch]:
+    """Yields the reshapes of `flat` that cut examples of one batch leaf into turns, in program order: those outside of
+    loops and gradient boundaries, where the whole batch is there.
+
+    **Arguments:** `classes`: the dim classes. `stepping`: which dims count turns. `feeds`: per value the batch leaves
+    that it is made of. `examples`: the atoms of the example dim."""
+    soft = classes.labels[Strength.SOFT]
+    for op in flat.ops if stepping.turns else ():
+        dim = _cut_dim(op, flat)
+        if dim is None or op.loops or op.inside or op.phase == BACKWARD or not op.editable:
+            continue
+        value, (result,) = op.inputs[0], op.outputs
+        turns, kept = classes.dims(result, len(flat.shapes[result]))[dim : dim + 2]
+        is_turned = turns and stepping.turns.issuperset(soft[atom] for atom in turns)
+        if is_turned and kept and kept[0] in examples and len(feeds[value]) == 1:
+            (leaf,) = feeds[value]
+            yield TurnedBatch(op.site, leaf, flat.shapes[value], flat.dtypes[value], dim, flat.shapes[result][dim])
+
+
+def _cut_dim(op: Op, flat: FlatStep) -> int | None:
+    """Returns the position of the dim that a reshape cuts in two, where it does nothing else; else None."""
+    if op.primitive != "reshape":
+        return None
+    before, after = flat.shapes[op.inputs[0]], flat.shapes[op.outputs[0]]
+    if len(after) != len(before) + 1:
+        return None
+    dim = next((d for d, size in enumerate(before) if size != after[d]), len(before))
+    is_cut = dim < len(before) and before[dim] == after[dim] * after[dim + 1] and before[dim + 1 :] == after[dim + 2 :]
+    return dim if is_cut else None
 
 
 def _around_gradients(flat: FlatStep) -> frozenset[int]:

@@ -29,7 +29,7 @@ from splitjax.trace.names import Names, name_dims
 from splitjax.trace.reductions import find_joined, find_picks, find_reductions
 from splitjax.trace.repeating import count_repetitions
 from splitjax.trace.state import fallback_ties, follow
-from splitjax.trace.stepping import Stepping, count_turns, find_stepping, reads_a_turn
+from splitjax.trace.stepping import Stepping, count_turns, find_stepping, find_turned, reads_a_turn
 from splitjax.trace.strengths import strengths
 from splitjax.trace.suspects import find_suspects
 from splitjax.trace.uses import RawUse, find_uses, is_bilinear, weight_sources
@@ -129,11 +129,14 @@ def _assemble(
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
         joined=tuple(find_joined(flat, classes, example_atoms, frozenset(use.op for use in uses))),
         dealt=find_dealt(flat, classes, sources, arguments),
-        scanned=tuple(_scanned(flat, classes, stepping)),
+        scanned=tuple(_scanned(flat, classes, stepping, feeds)),
+        turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms)),
     )
 
 
-def _scanned(flat: FlatStep, classes: Classes, stepping: Stepping) -> Iterator[ScannedBatch]:
+def _scanned(
+    flat: FlatStep, classes: Classes, stepping: Stepping, feeds: Sequence[frozenset[str]]
+) -> Iterator[ScannedBatch]:
     """Yields what loops around the gradient scan, and that holds examples behind the dim that they count."""
     soft = classes.labels[Strength.SOFT]
     for op in flat.ops if stepping.turns else ():
@@ -141,7 +144,8 @@ def _scanned(flat: FlatStep, classes: Classes, stepping: Stepping) -> Iterator[S
             dims = classes.dims(op.inputs[0], len(flat.shapes[op.inputs[0]]))
             if dims[0] and stepping.turns.issuperset(soft[atom] for atom in dims[0]):
                 is_scan = op.primitive == "_scan_in"
-                yield ScannedBatch(op.site[:-1] if is_scan else op.site, op.params["operand"] if is_scan else 0, dims)
+                site, operand = (op.site[:-1], op.params["operand"]) if is_scan else (op.site, 0)
+                yield ScannedBatch(site, operand, dims, feeds[op.inputs[0]])
 
 
 _JOINS = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "broadcast_in_dim"})

@@ -4,6 +4,7 @@ give one device's numbers, and share their work among the devices."""
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,37 @@ def test_a_loop_around_the_gradient_shares_its_work_and_gives_one_devices_number
     assert plan.compute.over_ideal == 1 and not plan.warnings
     split = {dim for leaf in plan.leaves if leaf.role == "batch" for dim, axes in enumerate(leaf.spec) if axes}
     assert split == {len(leading) - 1}
+
+
+@pytest.mark.parametrize(
+    ("turns", "mesh", "rules", "sent"),
+    [
+        (4, {"data": 4}, "data_parallel", [("all_to_all", "data", 4608)]),
+        (8, {"data": 2, "fsdp": 2, "tensor": 2}, "transformer", [("all_to_all", "data+fsdp", 4608)]),
+        (2, {"data": 8}, "data_parallel", [("collective_permute", "data", 1536)] * 2),
+        (3, {"data": 4}, "fsdp", [("collective_permute", "data", 2048)] * 2),
+        (4, {"data": 2, "model": 4}, "splitbrain", [("all_to_all", "data", 6144)]),
+    ],
+)
+def test_devices_send_each_other_the_examples_of_turns_as_planned(monkeypatch, turns, mesh, rules, sent):
+    """XLA gathered the whole batch where turns and devices do not divide each other, and sent it twice for more
+    devices."""
+    monkeypatch.setattr(sys.modules[__name__], "TURNS", turns)
+    with jax.enable_x64(True):
+        assert_as_one_device(accumulated, *arguments(96), mesh=mesh, rules=rules)
+    report = splitjax.parallelize(accumulated, mesh=mesh, rules=rules).report(*arguments(96, dtype=np.float32))
+    for path in ("batch/x", "batch/y"):
+        found = [each for each in report.collectives if each.layer == path]
+        assert [(each.op, each.axis, each.bytes) for each in found] == sent
+        assert [each.planned is not None and each.differs for each in found] == [""] * len(found)
+    assert [each for each in report.unplanned if each.compiled.shape] == []
+
+
+def test_a_turn_of_split_layers_has_its_examples_where_these_want_them():
+    """They were split over the group's devices too, and gathered again in every turn."""
+    step = splitjax.parallelize(several, mesh={"data": 2, "model": 4}, rules="splitbrain")
+    report = step.report(*arguments(TURNS, 8, dtype=np.float32))
+    assert report.missing == () and [each for each in report.unplanned if each.compiled.shape] == []
 
 
 def test_gradients_that_are_summed_in_every_turn_are_predicted_so():

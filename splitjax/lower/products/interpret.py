@@ -22,6 +22,7 @@ from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_deal import evaluate_deal
 from splitjax.lower.products.local_kernel import evaluate_grid, evaluate_kernel
 from splitjax.lower.products.local_transform import evaluate_transform
+from splitjax.lower.products.local_turns import evaluate_turns
 from splitjax.lower.products.rebuilding import REBUILD
 from splitjax.lower.products.rewrites import rewritten
 from splitjax.lower.products.row_values import Rows
@@ -197,6 +198,8 @@ def _product(
         results = run(layout.sites.kernels[site], eqn, values, layout.where.here())
     if results is None and site in layout.sites.deals and eqn.primitive.name == DEAL:
         results = evaluate_deal(layout.sites.deals[site], eqn, values, layout.where.here())
+    if results is None and site in layout.sites.turns and eqn.primitive.name == "reshape":
+        results = evaluate_turns(layout.sites.turns[site], eqn, values, layout.where.here())
     if results is None:
         results = _equation(layout, eqn, values, site, hooks, copies)
     return _pin(layout, site, results, results=True)

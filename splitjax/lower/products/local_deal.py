@@ -35,13 +35,13 @@ def evaluate_deal(local: LocalDeal, eqn: Any, operands: Sequence[Any], where: Me
     spec = PartitionSpec(*(None,) * dim, local.axes)
 
     def run(part: jax.Array) -> jax.Array:
-        return lax.expand_dims(_moved(moves, dim, local.axes, part), (dim,))
+        return lax.expand_dims(moved(moves, dim, local.axes, part), (dim,))
 
     return [where.shard_map(run, local.axes, (spec,), spec)(value)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moved(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+def moved(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> jax.Array:
     """Returns a device's columns after the `moves`: `part` holds those before, along `dim`."""
     units = part.reshape(*part.shape[:dim], moves.places, moves.unit, *part.shape[dim + 1 :])
     here = lax.axis_index(axes)
@@ -62,11 +62,11 @@ def _moved(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> ja
 
 
 def _forward(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> tuple[jax.Array, None]:
-    return _moved(moves, dim, axes, part), None
+    return moved(moves, dim, axes, part), None
 
 
 def _backward(moves: Moves, dim: int, axes: tuple[str, ...], _: None, change: jax.Array) -> tuple[jax.Array]:
-    return (_moved(moves.reverse, dim, axes, change),)
+    return (moved(moves.reverse, dim, axes, change),)
 
 
-_moved.defvjp(_forward, _backward)
+moved.defvjp(_forward, _backward)

@@ -71,17 +71,22 @@ def derive_constraints(
                 constraints.append(
                     Constraint(use.site, use.data, spec, use.layer, "replicated layer: every device is a worker")
                 )
-    return (*_scanned(graph, mesh, batch_axes), *constraints)
+    return (*_scanned(graph, leaves, mesh, batch_axes), *constraints)
 
 
-def _scanned(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> Iterator[Constraint]:
+def _scanned(
+    graph: Graph, leaves: Mapping[str, LeafPlan], mesh: MeshShape, batch_axes: tuple[str, ...]
+) -> Iterator[Constraint]:
     """Yields the constraints of what loops around the gradient scan: turns of a loop run on all devices, so that the
-    examples of each turn are split, and the dim that counts the turns is not."""
+    examples of each turn are split, and the dim that counts the turns is not. They lie over the axes over which the
+    batches do that they are made of: fewer, where split layers alone read them (`place_batches`)."""
     for scanned in graph.scanned:
-        spec = example_spec(graph, scanned.dims, batch_axes)
+        placed = {axes for path in scanned.fed_by if (axes := mesh.present(leaves[path].axes))}
+        axes = placed.pop() if len(placed) == 1 else batch_axes
+        spec = example_spec(graph, scanned.dims, axes)
         examples = next((dim for dim in scanned.dims if graph.is_example(dim)), ())
-        if spec is not None and divides([graph.atom_sizes[atom] for atom in examples], mesh.size(batch_axes)):
-            why = f"a loop around the gradient: the examples of every turn over {_text(batch_axes)}"
+        if spec is not None and divides([graph.atom_sizes[atom] for atom in examples], mesh.size(axes)):
+            why = f"a loop around the gradient: the examples of every turn over {_text(axes)}"
             yield Constraint(scanned.site, scanned.operand, (None, *spec[1:]), "", why)
 
 

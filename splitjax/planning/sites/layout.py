@@ -23,6 +23,7 @@ from splitjax.planning.sites.experts import Travel
 from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.scatter import Scatter, Summed
+from splitjax.planning.sites.turns import LocalTurns
 from splitjax.primitives.walk import Site
 
 
@@ -37,6 +38,7 @@ class SiteDecisions:
     - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
     - `kernels`: kernels of which each device runs its part.
     - `deals`: fused weights whose columns devices deal out among themselves.
+    - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
     - `travels`: products whose tokens travel to their experts.
     """
 
@@ -49,6 +51,7 @@ class SiteDecisions:
     guarded: Collection[Site] = ()
     kernels: Sequence[LocalKernel] = ()
     deals: Sequence[LocalDeal] = ()
+    turns: Sequence[LocalTurns] = ()
     travels: Sequence[Travel] = ()
 
 
@@ -68,6 +71,7 @@ class SiteLayout:
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
     - `kernels`: kernels of which each device runs its part.
     - `deals`: fused weights whose columns devices deal out among themselves.
+    - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
     - `travels`: products whose tokens travel to their experts, inside of boundaries.
     """
 
@@ -83,6 +87,7 @@ class SiteLayout:
     guarded: frozenset[Site] = frozenset()
     kernels: Mapping[Site, LocalKernel] = dataclasses.field(default_factory=dict)
     deals: Mapping[Site, LocalDeal] = dataclasses.field(default_factory=dict)
+    turns: Mapping[Site, LocalTurns] = dataclasses.field(default_factory=dict)
     travels: Mapping[Site, Travel] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -95,6 +100,7 @@ class SiteLayout:
             self.transforms,
             self.kernels,
             self.deals,
+            self.turns,
             self.travels,
         )
         kinds = (self.by_site, self.names, *products)
@@ -108,8 +114,8 @@ class SiteLayout:
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
         explicit, convolutions = decided.explicit, decided.convolutions
-        locally = (*convolutions, *decided.transforms, *decided.kernels, *decided.deals, *decided.travels)
-        own_sites = (decision.site for decision in (*explicit, *locally))
+        locally = (*convolutions, *decided.transforms, *decided.kernels, *decided.deals, *decided.turns)
+        own_sites = (decision.site for decision in (*explicit, *locally, *decided.travels))
         sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
         return cls(
             by_site={site: tuple(here) for site, here in by_site.items()},
@@ -124,6 +130,7 @@ class SiteLayout:
             guarded=frozenset(decided.guarded),
             kernels={kernel.site: kernel for kernel in decided.kernels},
             deals={deal.site: deal for deal in decided.deals},
+            turns={turns.site: turns for turns in decided.turns},
             travels={travel.site: travel for travel in decided.travels},
         )
 
