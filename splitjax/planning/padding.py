@@ -6,6 +6,7 @@ again (`step.padding.stored.padded_traced`) before anything else is decided: eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from splitjax.mesh import MeshShape
@@ -13,6 +14,7 @@ from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.planning.draft import Draft
 from splitjax.rules.pins import resolve
 from splitjax.rules.uneven import padded_sizes
+from splitjax.step.padding.rewriting import joined_leaves
 
 Sizes = Mapping[int, int]
 
@@ -37,13 +39,14 @@ def find_padding(draft: Draft) -> dict[int, Sizes]:
     padding = {}
     for leaf in graph.leaves if sizes else ():
         own = {
-            dim: sizes[graph.soft[atoms[0]]]
+            dim: sizes[graph.soft[atoms[0]]] * math.prod(graph.atom_sizes[atom] for atom in atoms[1:])
             for dim, atoms in enumerate(leaf.dims)
-            if len(atoms) == 1 and graph.soft[atoms[0]] in sizes
+            if atoms and graph.soft[atoms[0]] in sizes
         }
         if own and leaf.is_state:
             padding[leaf.index] = own
-    return padding
+    joined = joined_leaves(draft.traced.jaxpr, padding, draft.traced.matched) if padding else frozenset()
+    return {number: own for number, own in padding.items() if number not in joined}
 
 
 def matching(known: Iterable[LeafPlan], path: str, shape: tuple[int, ...], is_stored: bool = False) -> LeafPlan | None:

@@ -19,8 +19,12 @@ MAX_OVER_IDEAL = 1.1
 # So are parameters that do not lie as their rules would have them, above this share of all.
 MAX_UNFIT = 0.01
 _NUM_SHOWN = 3
-# The option that makes sizes divide.
+# The option that makes sizes divide, and what it leaves as it is.
 PAD = 'uneven="pad"'
+NOT_PADDED = (
+    f"{PAD} leaves sizes below the number of parts, weights that hold several side by side, and heads that the step"
+    " reshapes into one dim with others"
+)
 
 
 def find_waste(draft: Draft, predicted: Prediction) -> tuple[PlanWarning, ...]:
@@ -69,7 +73,9 @@ def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dic
     by_sizes = sum(extra[layer] for layer in {layers[path] for path in unfit})
     if unfit and by_sizes >= sum(whole.values()):
         (why, *_) = unfit.values()
-        return f"change the sizes that do not divide ({why}), or store them padded: {PAD}"
+        is_padded = draft.request.uneven == "pad"
+        other = f"; {NOT_PADDED}" if is_padded else f", or store them padded: {PAD}"
+        return f"change the sizes that do not divide ({why}){other}"
     if whole:
         return (
             "let the number of examples in a batch, or in a microbatch, divide by"
@@ -100,7 +106,9 @@ def _unfit(draft: Draft) -> PlanWarning | None:
         f"{100 * share:.3g} % of the parameters do not lie as the rules {draft.layout.rules!r} would have them first:"
         f" {_largest(sizes)}; {largest}: {draft.layout.unfit[largest]}"
     )
-    remedy = f"change the sizes to ones that divide, or the mesh, or store what does not divide padded: {PAD}"
+    remedy = "change the sizes to ones that divide, or the mesh" + (
+        f"; {NOT_PADDED}" if request.uneven == "pad" else f", or store what does not divide padded: {PAD}"
+    )
     return PlanWarning("whole", round(share, 4), message, remedy)
 
 

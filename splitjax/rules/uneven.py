@@ -26,8 +26,9 @@ def padded_sizes(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[st
 
     **Arguments:** `graph`, `rules`, `mesh`, `pins`: as for `assign`.
 
-    Returns soft label -> size. A dim that is smaller than the number of its parts is not padded, nor one that a reshape
-    takes apart, nor the dim of examples."""
+    Returns soft label -> size. Of a dim that a reshape takes apart, such as columns that hold heads side by side, the
+    leading part is padded: whole heads. One that is smaller than the number of its parts is not, nor the dim of
+    examples."""
     examples = {graph.soft[atom] for atom in graph.example_atoms}
     multiples: dict[int, int] = {}
     for label, num in _asked_by_pins(graph, mesh, pins):  # what is pinned has to divide before anything is decided
@@ -49,7 +50,7 @@ def padded_sizes(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[st
     used: dict[int, int] = {}
     for leaf in graph.params:
         for dim, axes in enumerate(decisions.params[leaf.path].axes):
-            if axes and len(leaf.dims[dim]) == 1 and (label := graph.soft[leaf.dims[dim][0]]) in multiples:
+            if axes and leaf.dims[dim] and (label := graph.soft[leaf.dims[dim][0]]) in multiples:
                 used[label] = math.lcm(used.get(label, 1), mesh.size(axes))
     sizes = {graph.soft[atom]: graph.atom_sizes[atom] for leaf in graph.params for dim in leaf.dims for atom in dim}
     return {
@@ -85,7 +86,7 @@ def _in_the_way(graph: Graph, mesh: MeshShape, leaf: Leaf, dims: Sequence[int], 
     sizes = [[graph.atom_sizes[atom] for atom in leaf.dims[dim]] for dim in dims]
     if not axes or any(divides(each, num) for each in sizes):
         return []
-    fits = [dim for dim, each in zip(dims, sizes, strict=True) if len(each) == 1 and each[0] > num]
+    fits = [dim for dim, each in zip(dims, sizes, strict=True) if each and each[0] > num]
     return [(graph.soft[leaf.dims[fits[0]][0]], num)] if fits else []
 
 

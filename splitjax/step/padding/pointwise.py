@@ -84,7 +84,8 @@ def pointwise(eqn: Any, values: Sequence[Any], wanted: Sequence[Sizes], is_diffe
         _beside(value, tuple(variable.aval.shape), shape, sizes)
         for variable, value in zip(eqn.invars, values, strict=True)
     ]
-    domain = OPERATIONS.of(name, eqn.params).domain
+    is_divisor = name == "integer_pow" and eqn.params["y"] < 0
+    domain = OPERATIONS.of("reciprocal" if is_divisor else name, eqn.params).domain
     if domain is not None:
         for position in domain.operands:
             if is_differentiated or not _is_safe(domain, position, operands[position]):

@@ -7,7 +7,7 @@ results; None where it needs the operands as the program has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,19 +51,43 @@ def iota(eqn: Any, _values: Sequence[Any], wanted: Sequence[Sizes]) -> Results:
 
 
 def reshape(eqn: Any, values: Sequence[Any], _wanted: Sequence[Sizes]) -> Results:
-    """Keeps padded dims that are dims of the result."""
+    """Keeps padded dims that are dims of the result, and takes apart and joins those that lead what is reshaped: of
+    columns that hold heads side by side, whole heads are padded."""
     value, old, new = values[0], tuple(eqn.invars[0].aval.shape), tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None or not isinstance(value, Padded):
         return None
     sizes: dict[int, int] = {}
-    for dim, size in value.sizes.items():
-        before = math.prod(old[:dim])
-        at = next((at for at, n in enumerate(new) if n == old[dim] and math.prod(new[:at]) == before), None)
-        if at is None:
+    for before, after in _runs(old, new):
+        own = [dim for dim in before if dim in value.sizes]
+        if not own:
+            continue
+        leading = next((dim for dim in after if new[dim] != 1), None)
+        if leading is None or own != [dim for dim in before if old[dim] != 1][:1]:
             return None
-        sizes[at] = size
+        total = math.prod(value.sizes.get(dim, old[dim]) for dim in before)
+        sizes[leading], rest = divmod(total, math.prod(new[dim] for dim in after) // new[leading])
+        if rest:  # what is padded ends within an entry
+            return None
     made = _compat.bind_equation(_compat.with_params(eqn, new_sizes=grown(new, sizes)), [value.value])
     return [padded(made[0], new, sizes, value.fill)]
+
+
+def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields the shortest runs of dims of two shapes that hold the same entries. Dims of size 1 stand where they
+    come; nothing is told of shapes without entries."""
+    i = j = 0
+    while 0 not in old and (i < len(old) or j < len(new)):
+        before: list[int] = []
+        after: list[int] = []
+        left = right = 1
+        while not (before or after) or left != right:
+            if left <= right and i < len(old):
+                before.append(i)
+                left, i = left * old[i], i + 1
+            else:
+                after.append(j)
+                right, j = right * new[j], j + 1
+        yield before, after
 
 
 def transpose(eqn: Any, values: Sequence[Any], _wanted: Sequence[Sizes]) -> Results:

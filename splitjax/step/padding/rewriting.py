@@ -12,6 +12,7 @@ begin without a leaf (zeros to which a look-up's gradient is added, a one-hot ma
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,9 +41,9 @@ from splitjax.step.padding.values import (
     padded,
     sizes_of,
 )
-from splitjax.trace.classes import refine, unite
+from splitjax.trace.classes import Atoms, refine, unite
 from splitjax.trace.collecting import uncollected
-from splitjax.trace.flatten import flatten
+from splitjax.trace.flatten import FlatStep, flatten
 from splitjax.trace.links import link, tie
 
 LeafSizes = Mapping[int, Sizes]  # position of a flat argument -> its padded dims
@@ -94,24 +95,14 @@ def padded_step(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[
 
 def wanted_dims(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[int, int]) -> WantedDims:
     """Finds the dims that go with the padded dims of `leaves`; the arguments are those of `padded_step`."""
-    flat = flatten(jaxpr)
-    linked = link(flat)
-    raw = [*linked.links, *tie([(flat.inputs[i], flat.outputs[o]) for i, o in matched.items()], flat.shapes)]
-    atoms, pairs = refine(linked.shapes, raw)
-    labels = unite(atoms, pairs)
-    sizes: dict[int, int] = {}
-    for number, padding in leaves.items():
-        for dim, size in padding.items():
-            own = atoms.dim(flat.inputs[number], dim)
-            if len(own) == 1:
-                sizes[labels[own[0]]] = size
+    flat, atoms, labels, sizes = _labelled(jaxpr, leaves, matched)
 
     def of_value(value: int) -> Sizes:
         found = {}
         for dim in range(len(flat.shapes[value])):
             own = atoms.dim(value, dim)
-            if len(own) == 1 and labels[own[0]] in sizes:
-                found[dim] = sizes[labels[own[0]]]
+            if own and labels[own[0]] in sizes:
+                found[dim] = sizes[labels[own[0]]] * math.prod(atoms.sizes[atom] for atom in own[1:])
         return found
 
     results: dict[Site, list[Sizes]] = {}
@@ -129,6 +120,45 @@ def wanted_dims(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[
                 around |= {op.site[:depth] for depth in range(1, len(op.site), 2)}
     results = {site: found for site, found in results.items() if any(found)}
     return WantedDims(results, carried, frozenset(around))
+
+
+def joined_leaves(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[int, int]) -> frozenset[int]:
+    """Finds the leaves with heads, or the like, side by side in a padded dim, which the step lays into one dim behind
+    others somewhere (examples by heads): the padding would stand between entries there, and is not worth it.
+
+    The arguments are those of `padded_step`; returned are positions of flat arguments, with those that share such a
+    dim."""
+    with uncollected():
+        flat, atoms, labels, _ = _labelled(jaxpr, leaves, matched)
+    padded_dims = [(number, atoms.dim(flat.inputs[number], dim)) for number, sizes in leaves.items() for dim in sizes]
+    several = {labels[own[0]] for _, own in padded_dims if len(own) > 1}
+    behind = {
+        labels[atom]
+        for value, shape in enumerate(flat.shapes)
+        for dim in range(len(shape))
+        for atom in atoms.dim(value, dim)[1:]
+    }
+    return frozenset(number for number, own in padded_dims if own and labels[own[0]] in several & behind)
+
+
+def _labelled(
+    jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[int, int]
+) -> tuple[FlatStep, Atoms, tuple[int, ...], dict[int, int]]:
+    """Returns a step's operations, the atoms of its dims with their labels, and by label the padded size. The arguments
+    are those of `padded_step`."""
+    flat = flatten(jaxpr)
+    linked = link(flat)
+    raw = [*linked.links, *tie([(flat.inputs[i], flat.outputs[o]) for i, o in matched.items()], flat.shapes)]
+    atoms, pairs = refine(linked.shapes, raw)
+    labels = unite(atoms, pairs)
+    sizes: dict[int, int] = {}
+    for number, padding in leaves.items():
+        for dim, size in padding.items():
+            own = atoms.dim(flat.inputs[number], dim)
+            inside = math.prod(atoms.sizes[atom] for atom in own[1:])
+            if own and size % inside == 0:  # heads that lie side by side in a dim are padded by whole ones
+                sizes[labels[own[0]]] = size // inside
+    return flat, atoms, labels, sizes
 
 
 class _Rewriting:

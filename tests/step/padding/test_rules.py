@@ -65,6 +65,7 @@ OPERATIONS = {
     "with another": lambda x: WEIGHT.T @ x,
     "logarithm": lambda x: jnp.log(x * x).sum(0),
     "quotient": lambda x: (1 / x).sum(0),
+    "negative power": lambda x: ((0 * x) * lax.integer_pow(x, -2)).sum(0),
     "transposed": lambda x: x.T[1:].sum(),
     "reshaped": lambda x: x.reshape(1, SIZE, 3, 1)[0, :, :, 0].sum(0),
     "flattened": lambda x: x.reshape(-1).cumsum(),
@@ -126,6 +127,26 @@ def test_the_rest_of_the_step_is_padded_with_it():
     assert f"f32[{STORED},3]" in text and f"f32[2,{STORED}]" in text
     assert text.count("= pad[") == 0
     assert text.count("= slice[") == 1  # of the second result, which is no state
+
+
+def test_parts_that_lie_side_by_side_are_padded_whole():
+    """Of columns that a reshape takes apart and joins: without cutting the padding off in between."""
+    columns = jnp.asarray(np.random.default_rng(2).normal(size=(SIZE * 3, 2)), jnp.float32)
+
+    def step(x):
+        parts = x.reshape(SIZE, 3, 2) * jnp.arange(1.0, SIZE + 1)[:, None, None]
+        return jax.nn.softmax(parts, 0).reshape(1, SIZE * 3, 2) * 2
+
+    jaxpr, _ = _compat.trace(lambda x: step(x)[0], columns)
+    stored = jnp.pad(columns, ((0, 3 * (STORED - SIZE)), (0, 0)))
+    rewritten = padded_step(jaxpr, {0: {0: 3 * STORED}}, {0: 0})
+    assert "slice[" not in str(rewritten) and "pad[" not in str(rewritten)
+    (found,) = _compat.eval_jaxpr(rewritten, (), stored)
+    np.testing.assert_allclose(found[: 3 * SIZE], step(columns)[0], rtol=1e-6)
+    np.testing.assert_array_equal(found[3 * SIZE :], 0)
+    # Padding that ends within a part is cut off.
+    (found,) = _compat.eval_jaxpr(padded_step(jaxpr, {0: {0: 16}}, {0: 0}), (), stored[:16])
+    np.testing.assert_allclose(found[: 3 * SIZE], step(columns)[0], rtol=1e-6)
 
 
 def test_what_is_stored_is_zero_behind_the_end():

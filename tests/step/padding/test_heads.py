@@ -1,0 +1,148 @@
+"""Heads that lie side by side in the columns of a weight, and do not divide by the devices: weights are padded by whole
+heads, and the numbers are those of one device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import splitjax
+from tests.step.padded_model import X64, assert_equal
+
+MESH = {"data": 2, "model": 4}
+EMBED, HEADS, WIDTH, VOCABULARY, LENGTH = 12, 6, 8, 32, 5
+
+
+def separate(p, x, heads):
+    """Query, key and value of a projection each."""
+    return [(x @ p[name] + p[f"{name}_bias"]).reshape(*x.shape[:2], heads, WIDTH) for name in ("q", "k", "v")]
+
+
+def attended(q, k, v, axis=-1):
+    """What an attention gives, with a softmax over `axis` of its scores (examples, heads, queries, keys)."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(WIDTH)
+    scores = jnp.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -1e9) if axis == -1 else scores
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis), v)
+
+
+def with_examples(q, k, v):
+    """The same with examples and heads in one dim."""
+    flat = lambda y: y.transpose(0, 2, 1, 3).reshape(-1, LENGTH, WIDTH)
+    values = jax.nn.softmax(flat(q) @ flat(k).transpose(0, 2, 1), -1) @ flat(v)
+    return values.reshape(q.shape[0], -1, LENGTH, WIDTH).transpose(0, 2, 1, 3)
+
+
+def attention_model(gradient=splitjax.value_and_grad, attend=attended, heads=HEADS):
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+    def logits(p, ids):
+        x = p["table"][ids]
+        values = attend(*separate(p, x, heads))
+        return (x + values.reshape(*x.shape[:2], heads * WIDTH) @ p["out"]) @ p["table"].T
+
+    def step(state, batch):
+        loss_fn = lambda p: optax.softmax_cross_entropy_with_integer_labels(logits(p, batch["x"]), batch["y"]).mean()
+        loss, grads = gradient(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def init(key):
+        keys = iter(jax.random.split(key, 8))
+        params = {"table": jax.random.normal(next(keys), (VOCABULARY, EMBED))}
+        for name in "qkv":
+            params[name] = jax.random.normal(next(keys), (EMBED, heads * WIDTH))
+            params[f"{name}_bias"] = 0.1 * jax.random.normal(next(keys), (heads * WIDTH,))
+        params["out"] = 0.1 * jax.random.normal(next(keys), (heads * WIDTH, EMBED))
+        return {"params": params, "opt": tx.init(params)}
+
+    return step, init, logits
+
+
+def tokens(seed):
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(0, VOCABULARY, (8, LENGTH)) for name in "xy"}
+
+
+def trained(parallel, init, state=None):
+    if state is None:
+        state = parallel.init(init, jax.random.key(0), example=(tokens(0),))
+    losses = []
+    for seed in range(3):
+        state, loss = parallel(state, tokens(seed))
+        losses.append(float(loss))
+    return parallel.logical(state), losses
+
+
+@functools.cache
+def reference(attend=attended):
+    with X64(True):
+        step, init, _ = attention_model(attend=attend)
+        return trained(splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel"), init)
+
+
+def padded_shapes(plan):
+    return {leaf.path[7:]: (leaf.logical, leaf.shape) for leaf in plan.leaves if leaf.logical and leaf.role == "param"}
+
+
+def test_whole_heads_are_padded():
+    with X64(True):
+        step, init, logits = attention_model()
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        state = parallel.init(init, jax.random.key(0), example=(tokens(0),))
+        assert {shard.data.shape for shard in state["params"]["q"].addressable_shards} == {(EMBED, 2 * WIDTH)}
+        found = trained(parallel, init, state)
+        assert_equal(found, reference())
+        plan = parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+        columns = {name: ((EMBED, 48), (EMBED, 64)) for name in "qkv"}
+        biases = {f"{name}_bias": ((48,), (64,)) for name in "qkv"}
+        assert padded_shapes(plan) == columns | biases | {"out": ((48, EMBED), (64, EMBED))}
+        assert not plan.warnings
+        stored = parallel.stored(jax.tree.map(jnp.copy, found[0]))["params"]
+        evaluate = parallel.like(lambda params, batch: logits(params, batch["x"]))
+        expected = logits(found[0]["params"], tokens(5)["x"])
+        for params in (found[0]["params"], stored):
+            np.testing.assert_allclose(evaluate(params, tokens(5)), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_program_is_that_of_heads_that_divide():
+    compiled = {}
+    for heads in (6, 8):
+        step, init, _ = attention_model(heads=heads)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        report = parallel.report(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+        collectives = lambda found: sorted((one.op, one.bytes) for one in found)
+        compiled[heads] = collectives(report.collectives), collectives(report.unplanned)
+    assert compiled[6] == compiled[8]
+
+
+OTHERS = {
+    "plain": ("megatron", jax.value_and_grad, attended),
+    "stored in parts": ("transformer", splitjax.value_and_grad, attended),
+    "softmax over heads": ("megatron", splitjax.value_and_grad, functools.partial(attended, axis=1)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_numbers_are_those_of_one_device(case):
+    rules, gradient, attend = OTHERS[case]
+    with X64(True):
+        step, init, _ = attention_model(gradient, attend)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules=rules, uneven="pad")
+        assert_equal(trained(parallel, init), reference(attend))
+        assert len(padded_shapes(parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0)))) == 7
+
+
+def test_heads_that_are_joined_with_examples_stay_as_they_are():
+    """Padding would stand between the entries of the dim that holds both."""
+    with X64(True):
+        step, init, _ = attention_model(attend=with_examples)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        assert_equal(trained(parallel, init), reference(with_examples))
+        plan = parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0))
+        assert not padded_shapes(plan)
+        assert any('uneven="pad" leaves' in warning.remedy for warning in plan.warnings)
