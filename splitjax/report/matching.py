@@ -23,7 +23,7 @@ from splitjax.primitives.table import OPERATIONS
 from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import primitive
-from splitjax.report.subject import BACKWARD, BATCH, GRADIENT, MOVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
+from splitjax.report.subject import BACKWARD, BATCH, FORWARD, GRADIENT, MOVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
 
 # By position of a compiled collective: the number of the planned one that it realises, and that with its share of the
 # bytes.
@@ -233,6 +233,14 @@ def _is_made_of(compiled: Evidence, planned: Collective, step: Step) -> bool:
     return compiled.collective.op == planned.op and compiled.made_by == planned.layer != ""
 
 
+def _is_gathered_once(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both move values, the planned one in the forward pass: where the backward pass reads the gathered
+    array, too, XLA gathers it once, and may name that after the reader in the backward pass (JAX 0.12 does)."""
+    is_exchange = about(planned.purpose) == VALUE and planned.purpose.kind not in _NAMELESS
+    in_order = (planned.purpose.phase, compiled.phase) == (FORWARD, BACKWARD)
+    return is_exchange and in_order and compiled.about == VALUE and bool(compiled.collective.shape)
+
+
 def _distance(compiled: Evidence, planned: Collective, step: Step) -> int:
     """Returns how many layers lie between the two."""
     return abs(step.order.get(compiled.layer, 0) - step.order.get(planned.layer, 0))
@@ -265,6 +273,7 @@ _ROUNDS_OF_ACTIVATIONS = (
     (_all(_is_activation, _has_same_size, _has_same_axis, _has_layer, _is_near), _distance),
     (_all(_is_activation, _is_alike, _has_no_layer), _nothing),
     (_all(_is_activation, _has_same_axis, _is_made_of), _distance),
+    (_all(_is_gathered_once, _is_alike, _is_made_of), _distance),
 )
 
 
