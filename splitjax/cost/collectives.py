@@ -351,11 +351,12 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     """Yields the weight gathers and gradient sums of one parameter.
 
     Over batch axes that split it for storage alone, the weight is gathered for the forward and again for the backward
-    pass, and its gradient is reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3). Over batch axes
-    that do not split it, the device's shard of the gradient is all-reduced; where the gradient or the optimizer state
-    is split over them, the gradient is reduce-scattered and the new values are gathered instead (stages 1 and 2), which
-    is as many bytes. An all-gather puts the gradients of groups of a convolution together. Weights are gathered, and
-    gradients summed, in the dtype in which the weight is used; new values have that of the parameter.
+    pass, and its gradient is reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3): each by one
+    collective for every dim that is split so, in their order. Over batch axes that do not split it, the device's shard
+    of the gradient is all-reduced; where the gradient or the optimizer state is split over them, the gradient is
+    reduce-scattered and the new values are gathered instead (stages 1 and 2), which is as many bytes. An all-gather
+    puts the gradients of groups of a convolution together. Weights are gathered, and gradients summed, in the dtype in
+    which the weight is used; new values have that of the parameter.
     """
     leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
     split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
@@ -363,12 +364,19 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
     own = leaf.bytes_per_device * weight.widened
     shard = own // weight.narrowed
-    if stored:
-        whole = shard * mesh.size(stored)
-        yield from [("all_gather", stored, whole, _forward(Kind.STORED_WEIGHT, leaf.path))] * weight.times_forward
-        if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
-            yield from [("all_gather", stored, whole, _backward(Kind.STORED_WEIGHT, leaf.path))] * weight.times_back
-        yield from [("reduce_scatter", stored, whole, _backward(Kind.GRADIENT, leaf.path))] * weight.times
+    of_dims = tuple(over for axes in leaf.axes_by_dim if (over := tuple(axis for axis in axes if axis in stored)))
+    passes = [(_forward, weight.times_forward)]
+    if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
+        passes.append((_backward, weight.times_back))
+    for of_pass, times in passes:
+        held = shard
+        for axes in of_dims:
+            held *= mesh.size(axes)
+            yield from [("all_gather", axes, held, of_pass(Kind.STORED_WEIGHT, leaf.path))] * times
+    left = shard * mesh.size(stored)
+    for axes in of_dims:
+        yield from [("reduce_scatter", axes, left, _backward(Kind.GRADIENT, leaf.path))] * weight.times
+        left //= mesh.size(axes)
     taken = {*split, *weight.in_group}
     summed = tuple(axis for axis in batch_axes if axis in mesh.wide and axis not in taken)
     split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)

@@ -224,6 +224,9 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
     return min(leaves, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(leaves)
 
 
+_SUMS = ("all-reduce", "reduce-scatter")
+
+
 def _leaves_by_distance(
     start: Iterable[Node], flow: Dataflow, step: Step, roles: Sequence[str], *, backward: bool
 ) -> Iterator[tuple[int, set[str]]]:
@@ -233,8 +236,9 @@ def _leaves_by_distance(
 
     def plain(node: Node) -> bool:
         opcode = flow.opcode(node)
-        # A sum of sums is a sum, and the gradient of a weight that is read as its Fourier transform is summed as that.
-        return opcode.startswith("all-reduce") or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
+        # A sum of sums is a sum, as is one that is cut along dim after dim; and the gradient of a weight that is
+        # read as its Fourier transform is summed as that.
+        return opcode.startswith(_SUMS) or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
 
     def onward(node: Node) -> list[Node]:
         if backward:
@@ -251,7 +255,7 @@ def _leaves_by_distance(
             flow.opcode(node) in MOVES
             or not plain(node)
             or (node in start and not backward)
-            or flow.opcode(node).startswith("all-reduce")
+            or flow.opcode(node).startswith(_SUMS)
         ):
             continue
         for source in flow.sources(node):

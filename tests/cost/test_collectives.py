@@ -185,16 +185,18 @@ def test_fully_sharded(net):
 
 
 def test_fully_sharded_over_the_whole_mesh(net):
-    """A weight over data and model whose batch is over both is gathered whole; no activation moves."""
+    """A weight over data and model whose batch is over both is gathered whole, along one dim after the other, as its
+    gradient is cut; no activation moves."""
     n = net(64, {"data": 2, "model": 4})
     n.dense("d1", ("x", 16), ("h", 32), (ALL, None))
     n.dense("d2", ("h", 32), ("z", 64), ("model", "data"))
     predicted = predict(n)
-    parts = [7 * 16 * 32 * 4 // 8, 7 * 32 * 64 * 4 // 8]
-    assert [(c.op, c.bytes) for c in predicted] == [
-        (op, part) for part in parts for op in ("all_gather", "all_gather", "reduce_scatter")
-    ][1:]  # fmt: skip
-    assert {c.axis for c in predicted} == {"data+model", "model+data"}
+    first, second = 7 * 16 * 32 * 4 // 8, 32 * 64 * 4
+    gathers = [("all_gather", "model", 3 * second // 8), ("all_gather", "data", second // 2)]
+    assert [(c.op, c.axis, c.bytes) for c in predicted] == [
+        ("all_gather", "data+model", first), ("reduce_scatter", "data+model", first), *gathers, *gathers,
+        ("reduce_scatter", "model", 3 * second // 4), ("reduce_scatter", "data", second // 8),
+    ]  # fmt: skip
 
 
 def test_fully_sharded_and_split(net):

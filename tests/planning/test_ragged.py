@@ -93,6 +93,11 @@ def test_each_device_computes_its_own_rows_with_gathered_weights(rules, mesh):
                 and any(f"splitjax:{within}:{name}" in each.compiled.op_name for name in ("up", "down"))
             )
         assert sent["planned"] == sent["compiled"] and min(sent["planned"].values()) > 0
+        # A weight that is stored over two dims is gathered along one after the other, and so is its gradient summed.
+        realised = [each for each in report.collectives if each.planned and each.planned.purpose.leaf in ("up", "down")]
+        assert {each.op for each in realised} == {"all_gather", "reduce_scatter"}
+        assert [each.differs for each in realised] == [""] * len(realised)
+        assert not [each for each in report.missing if each.purpose.leaf in ("up", "down")]
         if "tensor" not in mesh:
             # Of all that is compiled the plan leaves out the numbers by which tokens are sorted, and the loss.
             compiled = sum(each.compiled.bytes for each in report.collectives)

@@ -286,3 +286,25 @@ def test_what_a_loss_reduces_of_split_classes_is_planned(again):
     forward = [(one.op, one.bytes) for one in planned if one.purpose.phase == "forward"]
     assert sorted(forward) == sorted([summed] * 3 + [gathered] * 2)
     assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
+
+
+def test_a_weight_that_is_stored_along_two_dims_is_gathered_and_summed_along_one_after_the_other():
+    def step(params, batch):
+        def loss_fn(params):
+            return jnp.mean((jax.nn.relu(batch["x"] @ params["two"]) @ params["last"]) ** 2)
+
+        loss, grads = splitjax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), loss
+
+    two = splitjax.Rule("two", path="two", shard=[{"in": "fsdp", "out": "data"}])
+    rest = splitjax.Rule("rest", path="**", shard=[])
+    rules = splitjax.RuleSet("stored", (two, rest), replicated_batch=("data", "fsdp"))
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    params = {"two": shape(12, 20), "last": shape(20, 4)}
+    report = splitjax.parallelize(step, mesh={"data": 2, "fsdp": 4}, rules=rules).report(params, {"x": shape(16, 12)})
+    stored = [one for one in report.collectives if one.layer == "two"]
+    held = 12 * 20 * 4 // 8
+    expected = [("all_gather", "fsdp", 3 * held), ("all_gather", "data", 4 * held)]
+    expected += [("reduce_scatter", "fsdp", 6 * held), ("reduce_scatter", "data", held)]
+    assert sorted((one.op, one.axis, one.bytes) for one in stored) == sorted(expected)
+    assert report.missing == () and not any(one.planned is None or one.differs for one in stored)
