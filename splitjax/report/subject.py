@@ -224,7 +224,7 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
     return min(leaves, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(leaves)
 
 
-_SUMS = ("all-reduce", "reduce-scatter")
+_SUMMING_OPCODES = ("all-reduce", "reduce-scatter")
 
 
 def _leaves_by_distance(
@@ -238,7 +238,7 @@ def _leaves_by_distance(
         opcode = flow.opcode(node)
         # A sum of sums is a sum, as is one that is cut along dim after dim; and the gradient of a weight that is
         # read as its Fourier transform is summed as that.
-        return opcode.startswith(_SUMS) or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
+        return opcode.startswith(_SUMMING_OPCODES) or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
 
     def onward(node: Node) -> list[Node]:
         if backward:
@@ -255,7 +255,7 @@ def _leaves_by_distance(
             flow.opcode(node) in MOVES
             or not plain(node)
             or (node in start and not backward)
-            or flow.opcode(node).startswith(_SUMS)
+            or flow.opcode(node).startswith(_SUMMING_OPCODES)
         ):
             continue
         for source in flow.sources(node):

@@ -15,6 +15,9 @@ from typing import Any
 from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import qualified_name
 from splitjax.primitives.walk import Site
+from splitjax.trace.activations.joined import find_joined
+from splitjax.trace.activations.picks import find_picks
+from splitjax.trace.activations.reductions import find_reductions
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.collecting import uncollected
 from splitjax.trace.dealt import find_dealt
@@ -26,7 +29,6 @@ from splitjax.trace.layers import KnownValues, build_layers, group_params
 from splitjax.trace.links import Linked, link, tie
 from splitjax.trace.lookups import find_tables
 from splitjax.trace.names import Names, name_dims
-from splitjax.trace.reductions import find_joined, find_picks, find_reductions
 from splitjax.trace.repeating import count_repetitions
 from splitjax.trace.state import fallback_ties, follow
 from splitjax.trace.stepping import Stepping, count_turns, find_stepping, find_turned, reads_a_turn
