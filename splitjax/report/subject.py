@@ -224,21 +224,20 @@ def _nearest_state(start: Iterable[Node], flow: Dataflow, step: Step, roles: Seq
     return min(leaves, key=lambda leaf: (step.roles[leaf] != "param", leaf)) if not backward else min(leaves)
 
 
-_SUMMING_OPCODES = ("all-reduce", "reduce-scatter")
-
-
 def _leaves_by_distance(
     start: Iterable[Node], flow: Dataflow, step: Step, roles: Sequence[str], *, backward: bool
 ) -> Iterator[tuple[int, set[str]]]:
     """Yields (number of operations, leaves): the state leaves of these roles that values meet element by element,
     nearest first."""
     start = tuple(start)
+    # The gradient of a weight that is stored along several dims is summed into parts along one after the other.
+    is_in_parts = all(flow.opcode(node).startswith("reduce-scatter") for node in start)
+    sums = ("all-reduce", "reduce-scatter") if is_in_parts else ("all-reduce",)
 
     def plain(node: Node) -> bool:
         opcode = flow.opcode(node)
-        # A sum of sums is a sum, as is one that is cut along dim after dim; and the gradient of a weight that is
-        # read as its Fourier transform is summed as that.
-        return opcode.startswith(_SUMMING_OPCODES) or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
+        # A sum of sums is a sum, and the gradient of a weight that is read as its Fourier transform is summed as that.
+        return opcode.startswith(sums) or opcode == "fft" or (opcode not in MIXES and opcode not in SPREADS)
 
     def onward(node: Node) -> list[Node]:
         if backward:
@@ -255,7 +254,7 @@ def _leaves_by_distance(
             flow.opcode(node) in MOVES
             or not plain(node)
             or (node in start and not backward)
-            or flow.opcode(node).startswith(_SUMMING_OPCODES)
+            or flow.opcode(node).startswith(sums)
         ):
             continue
         for source in flow.sources(node):
