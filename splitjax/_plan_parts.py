@@ -278,7 +278,7 @@ class SegmentPlan:
       workers that did not compute it.
     """
 
-    layers: tuple[str, ...]
+    layers: Annotated[tuple[str, ...], Where(bool, "a segment is of layers", "name one at least")]
     contributors: Count
     backward: float
     num_bytes: Count
