@@ -229,8 +229,8 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
     missing = [name for name in CASES if name not in stored["cases"]]
     lines += [f"Not compiled yet: {'; '.join(missing)}.", ""] if missing else []
     titles = (
-        "step", "sent, ours (GB)", "sent, planned (GB)", "sent, by hand (GB)", "ours / by hand", "memory, ours (GB)",
-        "memory, by hand (GB)", "ours / by hand",
+        "step", "sent, ours (GB)", "sent, planned (GB)", "sent, by hand (GB)", "sent, ours / by hand",
+        "memory, ours (GB)", "memory, by hand (GB)", "memory, ours / by hand",
     )  # fmt: skip
     lines += ["## Beside programs by hand", "", *table(titles, map(_row, cases)), ""]
     titles = (
