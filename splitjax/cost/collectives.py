@@ -145,11 +145,7 @@ def _activations(
     leaving = (*leaving, *_leave_shared(flow))
     yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
     for sorting in flow.sorting:
-        events = [
-            event
-            for event in _sort(sorting)
-            if event[-1].phase == Phase.FORWARD or differentiated or not sorting.is_before
-        ]
+        events = [event for event in _sort(sorting) if event[-1].phase == Phase.FORWARD or sorting.pick.is_learned]
         yield from _sent_as((*events, *_again(events, sorting.pick.repeated)), sorting.pick.dtype, widens)
     for each in flow.reduced:
         event = each.op, flow.free, each.num_bytes, _forward(Kind.REDUCED_FEATURES)

@@ -114,13 +114,12 @@ class Reduced:
 class Sorting:
     """Says what it sends to sort rows by expert, or to put them back.
 
-    - `pick`: the operation. `axes`: over which the rows lie. `is_before`: whether it stands before the product.
+    - `pick`: the operation. `axes`: over which the rows lie.
     - `num_bytes`: of the value with all examples. `num_rows`: the elements of the rows. Both are of all repetitions.
     """
 
     pick: Pick
     axes: Axes
-    is_before: bool
     num_bytes: int
     num_rows: int
 
@@ -225,10 +224,10 @@ def _sortings(links: UseLinks, own: Axes, planned: Mapping[str, LeafPlan], setti
     """Yields what sorts the rows around a use, where each device computes its own of them: its weight is stored in
     parts. Elsewhere XLA may have every device compute all. `own`: the axes over which the weight stays split."""
     axes = setting.mesh.present(setting.batch_axes)
-    for pick, is_before in links.picks:
+    for pick in links.picks:
         if set(planned[links.use.param].axes) & set(axes) - set(own):
             whole = num_bytes(pick.shape, pick.dtype) * pick.trips
-            yield Sorting(pick, axes, is_before, whole, num_rows=math.prod(pick.rows) * pick.trips)
+            yield Sorting(pick, axes, whole, num_rows=math.prod(pick.rows) * pick.trips)
 
 
 def _shared(heads: HeadReaders, split_at: Callable[[int], Split], setting: Setting) -> SharedHeads | None:

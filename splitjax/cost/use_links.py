@@ -38,8 +38,7 @@ class UseLinks:
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
     - `reductions`: those over the columns of its output, where its weight has one dim of these.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
-    - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes; whether it stands
-      before the product.
+    - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, if
@@ -60,7 +59,7 @@ class UseLinks:
     reductions: tuple[Reduction, ...] = ()
     heads: HeadReaders | None = None
     deals: bool = True
-    picks: tuple[tuple[Pick, bool], ...] = ()
+    picks: tuple[Pick, ...] = ()
     joined: Site | None = None
 
 
@@ -156,10 +155,10 @@ def _reductions(
     return found
 
 
-def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[tuple[Pick, bool]]]:
+def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[Pick]]:
     """Returns what sorts and puts back the rows of ragged products, by the position of the first that stands behind it,
-    or else of the last before it; and whether it stands before that."""
-    found: dict[int, list[tuple[Pick, bool]]] = {}
+    or else of the last before it."""
+    found: dict[int, list[Pick]] = {}
     ragged = [i for i, use in enumerate(uses) if use.primitive == RAGGED and use.in_boundary]
     for pick in graph.picks if ragged else ():
         behind = next((i for i in ragged if uses[i].site > pick.site), None)
@@ -167,9 +166,9 @@ def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[tuple[Pick, bool
         if behind is not None and pick.primitive == "gather":
             # Between two layers: what puts back the results of the first has as many rows as these.
             ends = before is not None and uses[before].out_shape == pick.shape != uses[behind].data_shape
-            found.setdefault(before if ends and before is not None else behind, []).append((pick, not ends))
+            found.setdefault(before if ends and before is not None else behind, []).append(pick)
         elif before is not None:
-            found.setdefault(before, []).append((pick, False))
+            found.setdefault(before, []).append(pick)
     return found
 
 

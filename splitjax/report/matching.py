@@ -164,7 +164,8 @@ def _is_activation(compiled: Evidence, planned: Collective, step: Step) -> bool:
     sums = compiled.collective.op in SUMS
     carries = bool(compiled.collective.shape) and (not sums or _carries(primitive(compiled.op_name)))
     is_exchange = about(planned.purpose) == VALUE and planned.purpose.kind not in _NAMELESS
-    moves = compiled.about in (VALUE, WEIGHT) and is_exchange
+    # Of a batch, too, rows are gathered that are sorted by expert.
+    moves = compiled.about in (VALUE, WEIGHT, BATCH) and is_exchange
     return moves and compiled.phase == planned.purpose.phase and carries
 
 

@@ -195,6 +195,7 @@ class Pick:
     - `primitive`: its name: `gather`, `scatter` or `scatter-add`. `site`: of the operation.
     - `shape`: of the value with all examples. `rows`: of what is picked or put. `dtype`: of both.
     - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
+    - `is_learned`: whether a parameter reaches what is picked from, or what is put: else nobody asks for its cotangent.
     """
 
     primitive: str
@@ -204,6 +205,7 @@ class Pick:
     dtype: str
     trips: int
     repeated: int
+    is_learned: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

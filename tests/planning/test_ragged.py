@@ -115,6 +115,27 @@ def test_each_device_computes_its_own_rows_with_gathered_weights(rules, mesh):
         assert report.compute.compiled <= 1.01 * EXPERTS * plan.compute.flops
 
 
+def test_rows_that_are_sorted_of_the_batch_itself_have_no_cotangent():
+    """No parameter reaches them. The cotangents of the results that are put back were planned for both."""
+    shapes = {"gate": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    batch = {name: np.ones((16, 4, WIDTH), np.float32) for name in ("x", "y")}
+    report = splitjax.parallelize(train, mesh={"data": 2, "expert": 4}, rules="transformer").report(params, batch)
+    found = [
+        (each.op, one.layer, one.purpose.phase)
+        for each in report.collectives
+        for one in each.realised
+        if one.purpose.kind.value.startswith("sorted")
+    ]
+    assert found == [
+        ("all_gather", "up", "forward"),
+        ("all_gather", "down", "forward"),
+        ("all_reduce", "down", "forward"),
+        ("all_gather", "down", "backward"),
+    ]
+    assert not [one for one in report.missing if one.purpose.kind.value.startswith("sorted")]
+
+
 @pytest.mark.parametrize("dtype", ["uint32", "uint64", "uint8", "int8"])
 def test_group_sizes_may_be_of_any_integer_dtype(dtype):
     """Each of four devices has 60 of 240 rows: more in all than int8 counts, and fewer in each group than that."""

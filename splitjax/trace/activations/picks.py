@@ -6,7 +6,7 @@ lie on several devices: its rows may lie on any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,14 +15,25 @@ import numpy as np
 from splitjax.trace.activations.reductions import looked_up
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
+from splitjax.trace.flow import is_floating
 from splitjax.trace.graph import Pick
 
 
 def find_picks(
-    flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int], repeated: Sequence[int]
+    flat: FlatStep,
+    classes: Classes,
+    examples: frozenset[int],
+    weights: frozenset[int],
+    repeated: Sequence[int],
+    params: Iterable[int],
 ) -> Iterator[Pick]:
     """Yields where the forward computation of `flat` picks examples of floating-point values by number, or puts rows at
-    the places of numbers, in program order. The arguments are those of `reductions.find_reductions`."""
+    the places of numbers, in program order. `params`: the values that are parameters; the other arguments are those of
+    `reductions.find_reductions`."""
+    learned = set(params)
+    for op in flat.ops:
+        if not learned.isdisjoint(op.inputs):
+            learned.update(v for v in op.outputs if is_floating(flat.dtypes[v]))
     for number, op in enumerate(flat.ops):
         indexed = _indexed(op)
         if indexed is None or op.phase == BACKWARD or number in weights or len(op.outputs) != 1:
@@ -33,7 +44,7 @@ def find_picks(
         if jnp.issubdtype(np.dtype(flat.dtypes[whole]), np.inexact) and examples.intersection(leading):
             yield Pick(
                 op.primitive, op.site, flat.shapes[whole], flat.shapes[rows], flat.dtypes[whole], op.trips,
-                repeated[number],
+                repeated[number], (whole if op.primitive == "gather" else rows) in learned,
             )  # fmt: skip
 
 
