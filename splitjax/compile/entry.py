@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.compile.programs import StepProgram
@@ -24,7 +24,7 @@ from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target
 from splitjax.mesh import MeshShape
 from splitjax.partial.request import PartialBackprop
-from splitjax.plan import Memory, Plan
+from splitjax.plan import Memory, Plan, spec_axes
 from splitjax.planning.partial_step import PartialStep
 from splitjax.planning.sites.layout import named_sharding
 from splitjax.planning.tables.sparse_step import SparseStep
@@ -222,6 +222,23 @@ class CompiledEntry:
             )
             for table in tables
         }
+
+    @functools.cached_property
+    def known_residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Describes `residuals` in the sizes that the step knows: without the padding of tables that are stored padded,
+        in which nothing was rounded away."""
+        by_path = {plan.path: plan.logical for plan in self.plan.leaves}
+        found = {}
+        for param, stored in self.residuals.items():
+            shape, where = (stored.shape[0], *(by_path.get(param) or stored.shape[1:])), self.residual_shardings[param]
+            mesh = MeshShape.of(where.mesh)
+            spec = (
+                entry if size % mesh.size(spec_axes((entry,))) == 0 else None
+                for size, entry in zip(shape, where.spec, strict=True)
+            )
+            sharding = where.update(spec=PartitionSpec(*spec))
+            found[param] = jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
+        return found
 
     def operands(self, args: tuple[Any, ...], residuals: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns the operands of a program for the step's positional arguments `args` and its `residuals`, by

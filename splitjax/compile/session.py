@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from splitjax.errors import DonatedStateError, SyncError
 from splitjax.planning.carried import Residual, Seen, inputs_of
 from splitjax.planning.observing import TableObserver
 from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.step.padding.stored import logical_array, stored_array
 
 logger: logging.Logger = logging.getLogger("splitjax")
 
@@ -63,8 +64,19 @@ class Session:
                     lambda wanted=wanted: jnp.zeros(wanted.shape, wanted.dtype), out_shardings=wanted.sharding
                 )()
             elif not _is_laid_out(held, wanted):
-                self.residuals[param] = _laid_out(param, held, wanted)
+                self.residuals[param] = _laid_out(param, held, wanted, entry.known_residuals[param])
         return self.residuals
+
+    def known_residuals(self, entries: Iterable[CompiledEntry]) -> dict[str, Residual]:
+        """Returns the residuals in the sizes that the step knows, of which any other padding can be made. `entries`: of
+        the step."""
+        known = dict(self.residuals)
+        for entry in entries:
+            for param, stored in entry.residuals.items():
+                held, wanted = self.residuals.get(param), entry.known_residuals[param]
+                if held is not None and stored.shape != wanted.shape and held.shape == stored.shape:
+                    known[param] = logical_array(held, wanted.shape, wanted.sharding)
+        return known
 
 
 def _observed_alike(seen: Seen, sparse: SparseStep) -> bool:
@@ -80,9 +92,10 @@ def _is_laid_out(held: Residual, wanted: jax.ShapeDtypeStruct) -> bool:
     return held.sharding.is_equivalent_to(wanted.sharding, held.ndim)
 
 
-def _laid_out(param: str, held: Residual, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Lays out a residual for another number of workers, or from the host. The sum over the workers is what counts:
-    each of fewer workers takes those of several, each of more its own or none."""
+def _laid_out(param: str, held: Residual, wanted: jax.ShapeDtypeStruct, known: jax.ShapeDtypeStruct) -> jax.Array:
+    """Lays out a residual for another number of workers, another padding, or from the host. The sum over the workers is
+    what counts: each of fewer workers takes those of several, each of more its own or none. `known`: the residual that
+    is `wanted`, in the sizes that the step knows."""
     if isinstance(held, jax.Array) and held.is_deleted():
         raise DonatedStateError(
             "what the step carried was consumed by a later call",
@@ -90,19 +103,22 @@ def _laid_out(param: str, held: Residual, wanted: jax.ShapeDtypeStruct) -> jax.A
             place="resume",
             remedy="save it, or resume with it, before the step is called again; or pass donate=False",
         )
-    if tuple(held.shape[1:]) != tuple(wanted.shape[1:]) or held.dtype != wanted.dtype:
+    if tuple(held.shape[1:]) not in (wanted.shape[1:], known.shape[1:]) or held.dtype != wanted.dtype:
         raise SyncError(
             f"the residual of {param!r} is of a table {held.dtype}{list(held.shape[1:])}, and the step's is"
-            f" {wanted.dtype}{list(wanted.shape[1:])}",
+            f" {known.dtype}{list(known.shape[1:])}",
             value=param,
             place="resume",
             remedy="resume with what a step over the same tables carried",
         )
     if held.shape == wanted.shape and isinstance(held, jax.Array):
         return jax.device_put(held, wanted.sharding)
+    if held.shape == known.shape:
+        return stored_array(held, wanted.shape, wanted.sharding)
     parts, folded = np.asarray(held), np.zeros(wanted.shape, wanted.dtype)
+    inside = tuple(map(slice, held.shape[1:]))
     for worker, part in enumerate(parts):
-        folded[worker % len(folded)] += part
+        folded[worker % len(folded)][inside] += part
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: folded[index])
 
 

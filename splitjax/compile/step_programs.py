@@ -294,9 +294,8 @@ class StepPrograms:
 
     def carried(self) -> Carried:
         """Returns what is kept between calls, as a value; see `ParallelStep.carried`."""
-        return Carried(
-            merged(self.kept.resumed, self._entries, self._observers), dict(self.kept.residuals), self.kept.num_steps
-        )
+        residuals = self.kept.known_residuals(self._entries.values())
+        return Carried(merged(self.kept.resumed, self._entries, self._observers), residuals, self.kept.num_steps)
 
     def resume(self, carried: Carried | None) -> None:
         """Puts back what `carried` gave; see `ParallelStep.resume`. Entries about which it decides differently are

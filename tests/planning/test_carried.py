@@ -250,3 +250,40 @@ def test_signatures_differ_by_the_mesh():
     assert len({inputs_of(bound, mesh) for mesh in meshes}) == 3
     other = bind(one_table, step.options, (start(), batch_of(3)))  # of fewer examples
     assert inputs_of(bound, meshes[0]) != inputs_of(other, meshes[0])
+
+
+@pytest.mark.parametrize("data", [4, 2])
+def test_what_is_carried_moves_between_paddings(tmp_path, data):
+    """Of a table whose rows have seven numbers, split over two devices, stored as eight and as they are."""
+
+    def step_fn(state, batch):
+        def loss_fn(table):
+            return (table[batch["ids"]].sum(-1) * batch["by"].mean(-1)).mean()
+
+        loss, gradient = splitjax.value_and_grad(loss_fn)(state["table"])
+        return {"table": state["table"] - gradient}, loss
+
+    def made(mesh, **options):
+        columns = splitjax.RuleSet(
+            "columns", (splitjax.Rule("columns", shard=({1: "model"},)),), replicated_batch=("data",)
+        )
+        return splitjax.parallelize(step_fn, mesh=mesh, rules=columns, sync=ROUNDED, **options)
+
+    first = lambda: {"table": np.zeros((ROWS, 7), np.float32)}
+    padded = made({"data": 4, "model": 2}, uneven="pad")
+    with Checkpoints(tmp_path) as checkpoints:
+        state = train(padded, first(), 0, 5)
+        assert state["table"].shape == (ROWS, 8)
+        carried = padded.carried()
+        assert carried.residuals["table"].shape == (4, ROWS, 7) and np.abs(carried.residuals["table"]).max() > 0
+        assert checkpoints.save(5, padded.logical(state), carried=carried)
+        restored = checkpoints.restore(first(), 5)
+    for other in (made({"data": data}), made({"data": data, "model": 2}, uneven="pad")):
+        other.resume(restored.carried)
+        batch = batch_of(5) | {"by": np.zeros((12, 3, 4), np.float32)}  # of which only what was kept back is sent
+        other(other.place(restored.state, example=(batch,)), batch)
+        before, after = (np.asarray(each.residuals["table"]) for each in (restored.carried, other.carried()))
+        assert after.shape == (data, ROWS, 7)
+        untouched = np.setdiff1d(np.arange(ROWS), batch["ids"])
+        np.testing.assert_allclose(after.sum(0)[untouched], before.sum(0)[untouched], atol=1e-9)
+        assert before[:, untouched].any()
