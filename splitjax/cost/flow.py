@@ -59,9 +59,9 @@ class WeightFlow:
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
     - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
       where no gradient boundary holds it: XLA decides there what each device computes.
-    - `joined`: the site of the first operation that reads its columns where they are concatenated with other values,
-      if no use reads them as they are: its output is brought together there (`planning.sites.joined_outputs`). None
-      elsewhere.
+    - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, or
+      meet whole rows of a table, if no use reads them as they are: its output is brought together there
+      (`planning.sites.joined_outputs`). None elsewhere.
     """
 
     use: Use
@@ -190,7 +190,11 @@ def flow_of(
     num_shares = math.prod(mesh.sizes[axis] for axis in apart)  # of the batch, in this layer
     same_input = (j for j in links.same_value if split_at(j)[1:] == (free, stacked))
     stays = bool(free) and not set(own) & set(batch_axes)  # else its output returns to the workers
-    joined = links.joined if stays and links.consumer is None and use.in_boundary else None
+    sites = [links.joined] if links.joined is not None else []
+    # Rows of a table that is split by columns, too, have the parts that are met; those of any other are whole.
+    if links.compared is not None and not any(split_at(j)[1] for j in links.compared[1]):
+        sites.append(links.compared[0])
+    joined = min(sites, default=None) if stays and links.consumer is None and use.in_boundary else None
     return WeightFlow(
         use,
         contracted,

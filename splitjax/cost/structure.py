@@ -116,7 +116,11 @@ class StepStructure:
             read_alike=_grouped(
                 (j, i)
                 for i, each in enumerate(links)
-                for j in (*each.same_value, *(each.heads.readers if each.heads else ()))
+                for j in (
+                    *each.same_value,
+                    *(each.heads.readers if each.heads else ()),
+                    *(each.compared[1] if each.compared else ()),
+                )
             ),
             fed_from=_grouped((path, i) for i, each in enumerate(links) for path in each.use.fed_by),
             states_of=_grouped((param, position[path]) for path, param in mirrors.items()),

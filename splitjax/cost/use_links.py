@@ -19,7 +19,7 @@ import numpy as np
 
 from splitjax.cost.heads import HeadReaders, find_readers
 from splitjax.primitives.walk import Site
-from splitjax.trace.graph import Graph, Leaf, Pick, Reduction, Use
+from splitjax.trace.graph import Graph, Joined, Leaf, Pick, Reduction, Use
 
 # Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
 RAGGED = "ragged_dot_general"
@@ -42,7 +42,8 @@ class UseLinks:
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, if
-      its weight has one dim of these; None elsewhere.
+      its weight has one dim of these; None elsewhere. `compared`: of the first where they meet rows of tables, and the
+      positions of the lookups of these.
     """
 
     use: Use
@@ -61,6 +62,7 @@ class UseLinks:
     deals: bool = True
     picks: tuple[Pick, ...] = ()
     joined: Site | None = None
+    compared: tuple[Site, tuple[int, ...]] | None = None
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -90,6 +92,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
         if reads[i] != writes[i]:
             alike += ((use.data_shape, use.data_dtype, use.trips, reads[i]),)
         others = sorted({j for value in alike for j in readers.get(value, ())})
+        joined = _joined(graph, use, traced[use.param], roles[i])
         links.append(
             UseLinks(
                 use,
@@ -108,7 +111,8 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
-                joined=_joined(graph, use, traced[use.param], roles[i]),
+                joined=min((each.site for each in joined if not each.tables), default=None),
+                compared=_compared(uses, joined),
             )
         )
         for label in writes[i]:
@@ -132,14 +136,22 @@ def reads_ids(use: Use) -> bool:
     return use.data is not None and np.dtype(use.data_dtype).kind in "iub"
 
 
-def _joined(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str]) -> Site | None:
-    """Returns where the columns of a use's output are read first as values that are concatenated along them with
-    others; None where they are not, or where its weight, `leaf`, has not one free dim. `roles`: of its dims."""
+def _joined(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str]) -> list[Joined]:
+    """Returns where the columns of a use's output are read as values that are concatenated along them with others, or
+    meet rows of tables; nowhere where its weight, `leaf`, has not one free dim. `roles`: of its dims."""
     free = [dim for dim, role in zip(leaf.dims, roles, strict=True) if role == "free"]
     if len(free) != 1 or not free[0]:
-        return None
+        return []
     label = graph.local[free[0][0]]
-    return min((each.site for each in graph.joined if each.label == label and use.site in each.uses), default=None)
+    return [each for each in graph.joined if each.label == label and use.site in each.uses]
+
+
+def _compared(uses: Sequence[Use], joined: Sequence[Joined]) -> tuple[Site, tuple[int, ...]] | None:
+    """Returns the first site of `joined` where columns meet rows of tables, and the positions of the lookups of these
+    among the `uses`; None where they meet none."""
+    tables = {site for each in joined for site in each.tables}
+    positions = tuple(i for i, use in enumerate(uses) if use.site in tables) if tables else ()
+    return (min(each.site for each in joined if each.tables), positions) if positions else None
 
 
 def _reductions(

@@ -210,12 +210,14 @@ class Pick:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Describes an operand of the forward computation that is concatenated with other values, there or elsewhere.
+    """Describes an operand of the forward computation that is concatenated with other values, there or elsewhere, or
+    multiplied with rows of a table.
 
     - `site`, `operand`: of the operation that reads it, and its position there.
-    - `label`: the local label of the leading atom of the dim along which it is concatenated.
+    - `label`: the local label of the leading atom of the dim along which it is concatenated, or meets rows.
     - `is_joined`: whether each of its dims has that label.
     - `uses`: the sites of the uses of parameters that its columns of that label come from, in program order.
+    - `tables`: the sites of the lookups whose rows it meets; none where it is concatenated.
     """
 
     site: tuple[int, ...]
@@ -223,6 +225,7 @@ class Joined:
     label: int
     is_joined: tuple[bool, ...]
     uses: tuple[tuple[int, ...], ...] = ()
+    tables: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

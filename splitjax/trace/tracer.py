@@ -105,7 +105,7 @@ def _assemble(
     products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
     example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
     repeated = count_repetitions(flat)
-    params = [value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param]
+    params = frozenset(value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param)
     return Graph(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
@@ -130,7 +130,7 @@ def _assemble(
         picks=tuple(find_picks(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated, params)),
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
-        joined=tuple(find_joined(flat, classes, example_atoms, frozenset(use.op for use in uses))),
+        joined=tuple(find_joined(flat, classes, example_atoms, frozenset(use.op for use in uses), params)),
         dealt=find_dealt(flat, classes, sources, arguments),
         scanned=tuple(_scanned(flat, classes, stepping, feeds)),
         turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms)),

@@ -158,3 +158,57 @@ def test_a_dlrm_sends_nothing_beside_its_plan():
     assert report.missing == () and report.unplanned == ()
     assert report.total.compiled_bytes == report.total.predicted_bytes
     assert len(gathers(step.plan(*made.arguments))) == 1
+
+
+def sampled(params, batch):
+    """A sampled softmax: columns meet the rows of the true class and of drawn ones."""
+    hidden = jax.nn.relu(batch["x"] @ params["up"])
+    hidden = hidden @ params["down"] if "down" in params else hidden
+    hidden = jnp.tanh(hidden @ params["columns"])
+    true = jnp.sum(hidden * params["table"][batch["ids"][:, 0]], -1, keepdims=True)
+    drawn = jnp.einsum("bk,bfk->bf", hidden, params["table"][batch["ids"]])
+    return jnp.mean(jax.nn.softplus(drawn - true))
+
+
+def columns_of(**shards):
+    """Rules that split the parameters of these names so, and leave the rest whole."""
+    own = (splitjax.Rule(name, path=f"*{name}", shard=[shard], ties="hard") for name, shard in shards.items())
+    return splitjax.RuleSet("own", (*own, splitjax.Rule("rest", path="**", shard=[])), replicated_batch="data")
+
+
+# The last product reads what rows leave whole, or the columns of another one.
+COLUMNS_BEHIND_COLUMNS = columns_of(up={"out": "tensor"}, columns={"out": "tensor"}, table={"vocab": "tensor"})
+
+
+@pytest.mark.parametrize(
+    "rules", ["megatron", "transformer", COLUMNS_BEHIND_COLUMNS], ids=["megatron", "transformer", "columns"]
+)
+def test_columns_that_meet_rows_of_a_table_are_gathered_once(rules):
+    """XLA summed logits over the devices, and took the parts of the rows' cotangents to the table by all-to-alls."""
+    with jax.enable_x64(True):
+        made, batch = setup()
+        params = {name: made[name] for name in ("up", "down", "columns", "table")}
+        if rules is COLUMNS_BEHIND_COLUMNS:
+            params |= {"columns": made["columns"][:1].repeat(HIDDEN, 0)}
+            del params["down"]
+        step = stepping(splitjax.value_and_grad, sampled)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules=rules, donate=False)
+        alone = jax.jit(stepping(jax.value_and_grad, sampled))(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), alone)
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert "tensor" in plan.leaf("table").axes_by_dim[0] and plan.leaf("columns").spec[1] == "tensor"
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    assert [(one.op, one.axis, one.bytes) for one in gathers(plan) if one.layer == "columns"] == [
+        ("all_gather", "tensor", 3 * (EXAMPLES // 2) * (COLUMNS // 4) * 8)
+    ]
+
+
+def test_columns_that_meet_columns_of_a_table_stay_in_parts():
+    """Each device has the same parts of both: it multiplies what it has."""
+    rules = columns_of(table={"features": "tensor"}, columns={"out": "tensor"})
+    params, batch = setup()
+    parallel = splitjax.parallelize(stepping(splitjax.value_and_grad, sampled), mesh=MESH, rules=rules)
+    plan = parallel.plan(params, batch)
+    assert plan.leaf("table").spec[1] == "tensor" and plan.leaf("columns").spec[1] == "tensor"
+    assert gathers(plan) == []

@@ -8,15 +8,20 @@ every value behind them, forward and backward. Pinned whole wherever it is read,
 plan has it, and its cotangent is whole where it comes back, so that each device takes its columns of it. What is
 stacked with such an output (another tower of the DLRM) is gathered, too: of parts beside whole columns XLA would sum
 all products over the devices.
+
+Columns that are multiplied with rows of a table that is split by rows (a sampled softmax) are gathered likewise: rows
+are whole, and so are their cotangents. Where the product reads columns of another one, its output is pinned in parts
+first: XLA would take whole cotangents and its kept parts of the input to the gradient of the weight, and move that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from splitjax.cost.flow import WeightFlow
+from splitjax.cost.flow import WeightFlow, linked
 from splitjax.plan import Constraint
 from splitjax.planning.sites.constraints import FREE
+from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph
 
 
@@ -24,14 +29,24 @@ def pin_joined_outputs(graph: Graph, chain: Sequence[WeightFlow]) -> tuple[Const
     """Returns the constraints on what reads the outputs of column-split products whose columns are joined with other
     values: these dims are whole, the others as XLA has them. `graph`: of the step. `chain`: its flows."""
     flows = {flow.use.site: flow for flow in chain if flow.joined is not None}
-    return tuple(
-        Constraint(
-            each.site,
-            each.operand,
-            tuple(None if is_joined else FREE for is_joined in each.is_joined),
-            split[-1].use.layer,
-            f"columns over {' x '.join(split[-1].free)} that are joined with other values: all of them",
+    return tuple(_pins(graph, chain, flows))
+
+
+def _pins(graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, WeightFlow]) -> Iterator[Constraint]:
+    pinned: set[Site] = set()
+    for each in graph.joined:
+        split = [flows[site] for site in each.uses if site in flows]
+        if not split:
+            continue
+        flow = split[-1]
+        why = (
+            f"columns over {' x '.join(flow.free)} that are {'compared' if each.tables else 'joined'} with other values"
         )
-        for each in graph.joined
-        if (split := [flows[site] for site in each.uses if site in flows])
-    )
+        if each.tables and flow.use.site not in pinned and linked(flow.producer, flow.free, chain) is not None:
+            pinned.add(flow.use.site)
+            entry = flow.free[0] if len(flow.free) == 1 else flow.free
+            is_column = [bool(dim) and graph.local[dim[0]] == each.label for dim in flow.use.out_dims]
+            parts = tuple(entry if of_columns else FREE for of_columns in is_column)
+            yield Constraint(flow.use.site, -1, parts, flow.use.layer, f"{why}: parts of them and of their cotangents")
+        whole = tuple(None if is_joined else FREE for is_joined in each.is_joined)
+        yield Constraint(each.site, each.operand, whole, flow.use.layer, f"{why}: all of them")
