@@ -112,7 +112,7 @@ def codec_of(kind: type[PlanT]) -> Codec[PlanT]:
             Purpose: PURPOSE_FORM,
         },
         entries=("leaves", "layers", "constraints", "collectives", "syncs", "boundaries", "warnings", "remat"),
-        unless_empty=("boundaries", "compute", "warnings", "remat"),
+        unless_empty=("boundaries", "compute", "warnings", "remat", "saved"),
         finite=True,
         check=check,
     )

@@ -56,6 +56,7 @@ class PurposeKind(enum.StrEnum):
     ROWS_OUTPUT = "rows_output"  # sums partial outputs of a row-split layer, which all its devices then have
     ROWS_COTANGENT = "rows_cotangent"  # gathers the input's cotangent, of which a row-split layer gives parts
     REDUCED_FEATURES = "reduced_features"  # reduces the columns that each device has of a column-split output
+    SAVED_INPUT = "saved_input"  # gathers what a rematerialised layer reads, of which each device keeps a part
     SHARED_HEADS = "shared_heads"  # sums the cotangent of each head of an attention over the devices that share it
     WHOLE_HEADS = "whole_heads"  # gathers the cotangents of heads that devices share, for weights that are whole
 
@@ -103,6 +104,7 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.ROWS_OUTPUT: "{phase}: partial outputs of a row-split layer",
     PurposeKind.ROWS_COTANGENT: "{phase}: input cotangent of a row-split layer, whole features",
     PurposeKind.REDUCED_FEATURES: "{phase}: reduced columns of a column-split output",
+    PurposeKind.SAVED_INPUT: "{phase}: input of rematerialised layers, which is kept in parts",
     PurposeKind.SHARED_HEADS: "{phase}: cotangents of heads, summed over the devices that share each",
     PurposeKind.WHOLE_HEADS: "{phase}: cotangents of all heads that devices share, for the whole weight",
     PurposeKind.TO_EXPERTS: "{phase}: tokens travel to their experts",

@@ -175,6 +175,7 @@ class Plan:
     - `boundaries`: how the step's gradient boundaries run, in program order.
     - `compute`: what a device computes, over an even share of it. `warnings`: what is wasted, each with its remedy.
     - `remat`: which repeated blocks are computed again in the backward pass, beside what the step says itself.
+    - `saved`: axes over which the inputs of rematerialised layers lie in parts from the forward to the backward pass.
 
     `explainer` explains the step that the plan is made from; it is no field, so that a copy, a plan that was read from
     a file and a changed one have none.
@@ -198,6 +199,7 @@ class Plan:
     compute: Compute = Compute()
     warnings: tuple[PlanWarning, ...] = ()
     remat: tuple[BlockRemat, ...] = ()
+    saved: tuple[str, ...] = ()
     explainer: dataclasses.InitVar[Explainer | None] = None
 
     def __post_init__(self, explainer: Explainer | None) -> None:
@@ -394,5 +396,6 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from of_partial(a.partial, b.partial)
     yield from of_entries("gradient", a.boundaries, b.boundaries, lambda boundary: boundary.site)
     yield from of_entries("block computed again", a.remat, b.remat, lambda each: each.name)
+    yield from of_value("saved", a.saved, b.saved)
     yield from of_entries("warning", a.warnings, b.warnings, lambda warning: warning.kind)
     yield from of_entries("note", a.notes, b.notes, repr)

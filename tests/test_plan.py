@@ -325,6 +325,7 @@ def test_digest_changes_with_any_field():
         "compute": Compute(8, 4),
         "warnings": (PlanWarning("whole", 0.5, "half of it is whole", "split it"),),
         "remat": (BlockRemat("params/block*", "dots_saveable"),),
+        "saved": ("model",),
     }
     assert changes.keys() == {field.name for field in dataclasses.fields(Plan)}
     others = [dataclasses.replace(PLAN, **{name: value}) for name, value in changes.items()]

@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from splitjax.cost.flow import Axes, Setting, Sorting, WeightFlow, linked, stays_dealt, used_axes
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
+from splitjax.cost.saved import SavedInput
 from splitjax.cost.transforms import LocalTransform
 from splitjax.cost.use_links import RAGGED
 from splitjax.mesh import MeshShape
@@ -82,6 +83,13 @@ def transform_events(transform: LocalTransform, mesh: MeshShape) -> Iterator[Eve
     for op, axes, num_bytes, is_backward in transform.sent(mesh):
         kind = Kind.FOURIER_EXAMPLES if op == "all_to_all" else Kind.FOURIER_DIM
         yield op, axes, num_bytes, (_backward if is_backward else _forward)(kind)
+
+
+def saved_events(saved: SavedInput, widens: bool) -> Iterator[Event]:
+    """Yields what brings the parts of an activation together that is kept for the backward pass. `widens`: as for
+    `use_events`."""
+    event = "all_gather", saved.axes, saved.whole_bytes, _backward(Kind.SAVED_INPUT)
+    yield from _sent_as((event,), saved.dtype, widens)
 
 
 def _in_turns(event: Event, mesh: MeshShape) -> tuple[Event, ...]:

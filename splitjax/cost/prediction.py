@@ -21,11 +21,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from splitjax.cost.collectives import Weight, sent_by, transform_events
+from splitjax.cost.collectives import Weight, saved_events, sent_by, transform_events
 from splitjax.cost.compute import total_compute
 from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all
 from splitjax.cost.memory import LeafBytes, total_memory
 from splitjax.cost.parts import Layout, Manner, Renewed, Sent, evaluated_locally, flows_at
+from splitjax.cost.saved import SavedInput, saved_inputs
 from splitjax.cost.structure import StepStructure
 from splitjax.cost.transforms import LocalTransform
 from splitjax.mesh import MeshShape
@@ -45,6 +46,7 @@ class LaidOutStep:
     - `batch_axes`: its axes over which batch arguments are split.
     - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split
       and replicated layers see the same batch.
+    - `saved_over`: axes over which inputs of rematerialised layers are kept in parts.
     """
 
     graph: Graph
@@ -53,6 +55,7 @@ class LaidOutStep:
     mesh: MeshShape
     batch_axes: Sequence[str]
     replicated_batch: str
+    saved_over: Sequence[str] = ()
 
 
 def predict_collectives(
@@ -77,6 +80,7 @@ class Prediction:
 
     - `structure`: what no layout changes. `setting`: the mesh, and how examples lie. `manner`: how the step is run.
     - `leaves`: the layout, in flat order.
+    - `saved_over`: axes over which inputs of rematerialised layers are kept in parts, where they can be.
     - `flows`: of every use. `transforms`: what is evaluated device by device of Fourier transforms. `parts`: by
       convolution weight, the axes over which each device has the gradient of its own groups alone.
     - `weights`: what a parameter's gradient depends on; None for leaves that are no parameters.
@@ -88,6 +92,7 @@ class Prediction:
     setting: Setting
     manner: Manner
     leaves: tuple[LeafPlan, ...]
+    saved_over: Axes
     flows: tuple[WeightFlow, ...]
     transforms: tuple[LocalTransform, ...]
     parts: Mapping[str, Axes]
@@ -106,7 +111,19 @@ class Prediction:
     @functools.cached_property
     def activations(self) -> tuple[Collective, ...]:
         """The collectives of activations alone, in program order."""
-        return tuple(self._activations() if self.transforms else itertools.chain.from_iterable(self.sent_by_use))
+        of_uses = self._activations() if self.transforms else itertools.chain.from_iterable(self.sent_by_use)
+        return (*of_uses, *self._of_saved())
+
+    @functools.cached_property
+    def saved(self) -> tuple[SavedInput, ...]:
+        """What is kept for the backward pass in parts."""
+        return saved_inputs(self.structure.graph, self.leaves, self.setting, self.saved_over)
+
+    def _of_saved(self) -> Iterator[Collective]:
+        """Yields the collectives of what is kept in parts."""
+        for saved in self.saved:
+            events = saved_events(saved, self.manner.widens)
+            yield from sent_by(saved.layer, events, self.setting.mesh, self.manner.backward)
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -173,6 +190,7 @@ class Prediction:
             self.setting,
             found.manner,
             replaced(self.leaves, found.leaves),
+            self.saved_over,
             replaced(self.flows, found.flows),
             found.transforms,
             found.parts,
@@ -264,6 +282,7 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
         setting,
         manner,
         leaves,
+        tuple(step.saved_over),
         flows,
         transforms,
         parts,

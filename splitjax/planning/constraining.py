@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from splitjax.cost.convolutions import derive_convolutions
-from splitjax.cost.flow import flows
+from splitjax.cost.flow import Setting, flows
+from splitjax.cost.saved import saved_inputs
 from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
 from splitjax.plan import Constraint
@@ -81,6 +82,7 @@ def constrain(draft: Draft) -> Draft:
     products = derive_scatters(*arguments, (*exchanges, *travels), chain)
     kernels = derive_kernels(graph, sharded, mesh)
     row_inputs = pin_row_inputs(graph, chain, layout.leaves)
+    over = draft.saved_over
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
         (
@@ -102,6 +104,7 @@ def constrain(draft: Draft) -> Draft:
             deals=derive_deals(graph, layout.leaves, mesh),
             turns=derive_turns(graph, layout.leaves, mesh),
             travels=[travel for travel in travels if travel.in_boundary],
+            saved=saved_inputs(graph, layout.leaves, Setting(mesh, layout.batch_axes, layout.replicated_batch), over),
         ),
     )
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))

@@ -159,6 +159,15 @@ class Draft:
         return resolve(self.traced.said, self.graph, self.shape)
 
     @functools.cached_property
+    def saved_over(self) -> tuple[str, ...]:
+        """The axes over which inputs of rematerialised layers are kept in parts, where they can be; none for a step
+        without a backward pass."""
+        if not self.takes_gradient:
+            return ()
+        pinned = self.request.pinned
+        return self.request.rules.saving_axes(self.shape) if pinned is None else pinned.saved
+
+    @functools.cached_property
     def decided(self) -> Plan:
         """The plan with the layout, the constraints and the group communication that are decided so far, and with
         nothing predicted."""
@@ -174,6 +183,7 @@ class Draft:
             notes=self.notes,
             group_comm=self.group_comm,
             remat=self.traced.remat,
+            saved=self.saved_over if self.sites is not None and self.sites.saved else (),
         )
 
     @functools.cached_property

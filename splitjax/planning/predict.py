@@ -168,7 +168,13 @@ def dense_prediction(draft: Draft) -> Prediction:
     gradient summed whole over all of its workers. `Prediction.changed` predicts other layouts of the step from it."""
     layout = draft.layout
     step = LaidOutStep(
-        draft.graph, layout.leaves, layout.layers, draft.shape, layout.batch_axes, layout.replicated_batch
+        draft.graph,
+        layout.leaves,
+        layout.layers,
+        draft.shape,
+        layout.batch_axes,
+        layout.replicated_batch,
+        draft.saved_over,
     )
     cpu = draft.request.platform == "cpu"
     adding = [] if draft.ways is None else [set(way.worker_axes) for way in draft.ways.planned.values()]

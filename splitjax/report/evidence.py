@@ -51,9 +51,10 @@ class Evidence:
     - `phase`: `forward` (of the differentiated function, or of a step without a derivative), `backward`, or `update`.
     - `about`: `gradient` (it sums a gradient), `moved gradient` (it changes the layout of a gradient that is summed),
       `weight` (it brings the parts of a weight together), `state` (it changes the layout of state, old or new),
-      `statistic`, `batch`, `rows` (it synchronises a table's rows) or `fallback` (all rows, where the capacities of
-      that did not suffice), `summed` (a gradient, over the workers that computed it) or `handed` (that sum, to a worker
-      that did not), or `value` for any other value.
+      `statistic`, `batch`, `saved` (it brings together what devices kept in parts for a rematerialised layer), `rows`
+      (it synchronises a table's rows) or `fallback` (all rows, where the capacities of that did not suffice), `summed`
+      (a gradient, over the workers that computed it) or `handed` (that sum, to a worker that did not), or `value` for
+      any other value.
     - `leaf`: the path of the state or batch leaf that `about` speaks of; empty for a value.
     - `op_name`, `frames`: name and lines of the operation that it serves: what reads its result, or whose partial
       results it sums. XLA names a change of layout after either side of it, by version, or not at all.

@@ -23,7 +23,7 @@ from splitjax.primitives.table import OPERATIONS
 from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import primitive
-from splitjax.report.subject import BACKWARD, BATCH, FORWARD, GRADIENT, MOVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
+from splitjax.report.subject import BACKWARD, BATCH, FORWARD, GRADIENT, MOVED, SAVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
 
 # By position of a compiled collective: the number of the planned one that it realises, and that with its share of the
 # bytes.
@@ -40,6 +40,7 @@ _ABOUT: Mapping[PurposeKind, str] = {
     PurposeKind.STORED_WEIGHT: WEIGHT,
     PurposeKind.NEW_VALUE: STATE,
     PurposeKind.TURN_EXAMPLES: BATCH,
+    PurposeKind.SAVED_INPUT: SAVED,
 }
 # The scope of an exchange that splitjax wrote out, by what the planned collective is about.
 _WRITTEN_OUT: Mapping[str, str] = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}
@@ -175,6 +176,11 @@ def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
     return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
 
 
+def _is_of_saved(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both gather what devices kept in parts for a rematerialised layer."""
+    return (about(planned.purpose), compiled.about) == (SAVED, SAVED) and _in_layer(compiled, planned, step)
+
+
 def _is_of_heads(compiled: Evidence, planned: Collective, step: Step) -> bool:
     """Tells whether both bring cotangents of heads together that devices share: a reduction over the heads that read
     them, or a gather, for whose operation XLA names no layer."""
@@ -259,6 +265,8 @@ def _widths(compiled: Evidence) -> tuple[int, ...]:
 
 
 _ROUNDS_BY_LEAF = (
+    (_all(_is_of_saved, _is_alike), _nothing),
+    (_is_of_saved, _nothing),
     (_all(_is_of_leaf, _is_same_operation, _is_of_phase), _nothing),
     (_all(_is_of_leaf, _reads_in_phase), _nothing),
     (_is_of_leaf, _nothing),

@@ -12,13 +12,14 @@ import re
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 
-_SCOPE = re.compile(r"splitjax:(?:enter|product|stored|layer):([^/()]+)")
+_SCOPE = re.compile(r"splitjax:(?:enter|product|stored|layer|saved):([^/()]+)")
 _PRODUCT = "splitjax:product:"  # a product with its collectives written out
 _ENTERS = re.compile(r"splitjax:enter:[^/()]+")
 _ROWS = re.compile(r"splitjax:(rows|fallback|summed|handed):([^/()]+)")
 _AGAIN = "splitjax:again"  # see `sync.owner`
 _STORED = re.compile(r"splitjax:stored:([^/()]+)")
 _SHARES = re.compile(r"splitjax:shares:([^/()]+)")
+_SAVED = "splitjax:saved:"
 _WRAPPED = re.compile(r"(\w+)\((.*)\)")
 
 
@@ -62,6 +63,11 @@ def shares_scope(op_name: str) -> str:
     their turn of a loop; empty for any other operation."""
     scope = _SHARES.search(op_name)
     return scope.group(1) if scope else ""
+
+
+def is_of_saved(op_name: str) -> bool:
+    """Tells whether the operation `op_name` brings together what devices kept in parts for a rematerialised layer."""
+    return _SAVED in op_name
 
 
 def gradient_scope(op_name: str) -> tuple[str, str] | None:

@@ -15,16 +15,17 @@ from splitjax.mesh import MeshShape
 from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.known_step import Step
-from splitjax.report.op_names import is_crossing, is_written_product, shares_scope
+from splitjax.report.op_names import is_crossing, is_of_saved, is_written_product, shares_scope
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, VALUE = (
+GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, SAVED, VALUE = (
     "gradient",
     "moved gradient",
     "weight",
     "state",
     "statistic",
     "batch",
+    "saved",
     "value",
 )
 SUMS: tuple[str, ...] = ("all_reduce", "reduce_scatter")
@@ -59,6 +60,8 @@ class Around:
 def subject_of(here: Around) -> tuple[str, str]:
     """Returns (what the collective of `here` is about, path of the leaf), in the words of `Evidence.about`."""
     flow, step, node = here.flow, here.step, here.node
+    if is_of_saved(here.collective.op_name) and not here.is_sum:
+        return SAVED, ""
     if is_crossing(here.collective.op_name):  # also where all that follows is the parameter that was looked up
         return VALUE, ""
     if not here.is_sum and (moved := _moved_leaf(here)) is not None:

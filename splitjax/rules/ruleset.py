@@ -42,6 +42,8 @@ class RuleSet:
     - `allow_replicated`: whether leaving every parameter whole is what the set is for.
     - `sync`: how gradients of tables with row lookups are exchanged where `parallelize(sync=)` is left at
       `"dense"`: one of its names.
+    - `saved`: axes or roles over which the inputs of rematerialised layers lie in parts from the forward to the
+      backward pass, which gathers them: those that split weights, and no examples.
     - `axes`: axes or roles, besides every axis of another role than data, over which some parameter has to be sharded.
 
     Raises `RuleError` for a value of the wrong type, or a rule name that occurs twice.
@@ -55,6 +57,7 @@ class RuleSet:
     allow_replicated: bool = False
     axes: tuple[str, ...] = ()
     sync: str = "dense"
+    saved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -78,6 +81,9 @@ class RuleSet:
         if not isinstance(self.axes, (list, tuple)) or not all(isinstance(axis, str) and axis for axis in self.axes):
             self._fail("axes", "axes is a list of mesh axis names", 'write axes = ["data"]')
         object.__setattr__(self, "axes", tuple(self.axes))
+        if not isinstance(self.saved, (list, tuple)) or not all(isinstance(axis, str) and axis for axis in self.saved):
+            self._fail("saved", "saved is a list of mesh axes and roles", 'write saved = ["tensor"]')
+        object.__setattr__(self, "saved", tuple(self.saved))
         if not isinstance(self.rules, (list, tuple)) or not all(isinstance(rule, Rule) for rule in self.rules):
             self._fail("rules", "rules is a sequence of splitjax.Rule", "make each entry with splitjax.Rule(name, ...)")
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -112,6 +118,12 @@ class RuleSet:
         named = (Role.DATA, Role.STORAGE) if self.replicated_batch == "data" else self.replicated_batch
         wanted = mesh.meant(tuple(map(str, named)))
         return tuple(axis for axis in mesh.sizes if axis in wanted)
+
+    def saving_axes(self, mesh: MeshShape) -> tuple[str, ...]:
+        """Returns the axes of `mesh`, of a size above 1, over which the inputs of rematerialised layers lie in parts.
+        Raises `MeshError` for an axis that the mesh lacks."""
+        wanted = mesh.meant(self.saved) if self.saved else ()
+        return tuple(axis for axis in mesh.sizes if axis in wanted and axis in mesh.wide)
 
     @property
     def batch_mode(self) -> str:

@@ -85,6 +85,21 @@ class Op(NamedTuple):
         return next((line for eqn in equations if (line := _compat.source_line(eqn))), "")
 
 
+class Rematerialised(NamedTuple):
+    """Describes a call that the backward pass runs again, in the forward computation of a gradient boundary, and in no
+    other such call.
+
+    - `eqn`: its equation. `operands`: the numbers of the values that it reads.
+    - `site`, `trips`, `loops`: as of `Op`.
+    """
+
+    eqn: Any
+    operands: tuple[int, ...]
+    site: Site
+    trips: int
+    loops: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class FlatStep:
     """Holds a flat step; `shapes[v]` and `dtypes[v]` describe value v.
@@ -96,6 +111,7 @@ class FlatStep:
     - `carried`: pairs of a loop and a value that enters its body as a carry.
     - `constants`: values that the step closes over.
     - `literals`: value -> the number that stands in the program.
+    - `rematerialised`: calls that lowering can rebuild, in program order.
     """
 
     ops: tuple[Op, ...]
@@ -108,6 +124,7 @@ class FlatStep:
     carried: tuple[tuple[int, int], ...]
     constants: tuple[int, ...]
     literals: Mapping[int, Any]
+    rematerialised: tuple[Rematerialised, ...] = ()
 
 
 # What `vmap` makes of a collective over its own axis name: a collective whose axes are dims, which is a reduction.
@@ -137,6 +154,7 @@ class _Flattener:
         self.carried: list[tuple[int, int]] = []
         self.constants: list[int] = []
         self.literals: dict[int, Any] = {}
+        self.rematerialised: list[Rematerialised] = []
         self.num_boundaries = 0
         self.num_loops = 0
         self.dtype_names: dict[Hashable, str] = {}
@@ -176,6 +194,10 @@ class _Flattener:
         if name in CALLS:
             kind, body = kind_of(eqn), call_body(eqn)
             if body is not None:
+                if kind is CallKind.REMAT and where.inside and where.editable and not (where.phase or where.remats):
+                    self.rematerialised.append(
+                        Rematerialised(eqn, tuple(operands), where.site, where.trips, where.loops)
+                    )
                 return self.walk(
                     body, operands, where.into_call(eqn, editable=kind in EDITABLE, custom=kind is CallKind.RULE)
                 )
@@ -384,4 +406,5 @@ def flatten(jaxpr: Any) -> FlatStep:
         tuple(flat.carried),
         tuple(flat.constants),
         flat.literals,
+        tuple(flat.rematerialised),
     )

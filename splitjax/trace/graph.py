@@ -229,6 +229,26 @@ class Joined:
 
 
 @dataclasses.dataclass(frozen=True)
+class Saved:
+    """Describes an activation that a rematerialised call reads, and that is stored from its forward to its backward
+    pass.
+
+    - `site`, `operand`: of the call, and the position among its operands.
+    - `layer`: the name of the first layer in the call; empty for none.
+    - `shape`, `dims`, `dtype`: of the activation.
+    - `trips`: how often the call runs per step; each run has an activation of its own.
+    """
+
+    site: tuple[int, ...]
+    operand: int
+    layer: str
+    shape: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    dtype: str
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Gradient:
     """Describes a result of a gradient boundary: the gradient of a parameter, or of what is computed from it alone (a
     cast).
@@ -344,6 +364,7 @@ class Graph:
     - `dealt`: fused weights whose columns are dealt out to devices, in program order.
     - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
     - `joined`: what reads activations that are concatenated with others, in program order.
+    - `saved`: activations that are stored for rematerialised calls, in program order.
 
     Iterating over a graph gives its layers.
     """
@@ -374,6 +395,7 @@ class Graph:
     dealt: tuple[DealtWeight, ...] = ()
     inside_heads: frozenset[int] = frozenset()
     joined: tuple[Joined, ...] = ()
+    saved: tuple[Saved, ...] = ()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Leaf]:

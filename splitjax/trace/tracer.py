@@ -18,6 +18,7 @@ from splitjax.primitives.walk import Site
 from splitjax.trace.activations.joined import find_joined
 from splitjax.trace.activations.picks import find_picks
 from splitjax.trace.activations.reductions import find_reductions
+from splitjax.trace.activations.saved import find_saved
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.collecting import uncollected
 from splitjax.trace.dealt import find_dealt
@@ -106,6 +107,7 @@ def _assemble(
     example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
     repeated = count_repetitions(flat)
     params = frozenset(value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param)
+    used_at = [(flat.ops[use.op].site, names[use.leaves[0]]) for use in uses]
     return Graph(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
@@ -132,6 +134,7 @@ def _assemble(
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
         joined=tuple(find_joined(flat, classes, example_atoms, frozenset(use.op for use in uses), params)),
         dealt=find_dealt(flat, classes, sources, arguments),
+        saved=tuple(find_saved(flat, classes, example_atoms, used_at)),
         scanned=tuple(_scanned(flat, classes, stepping, feeds)),
         turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms)),
     )

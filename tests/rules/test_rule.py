@@ -185,6 +185,7 @@ def test_contradictory_sizes():
         ({"replicated_batch": "model"}, "one of all, data"),
         ({"allow_replicated": 1}, "true or false"),
         ({"axes": "data"}, "list of mesh axis names"),
+        ({"saved": "tensor"}, "list of mesh axes and roles"),
         ({"name": ""}, "needs a name"),
         ({"description": None}, "is text"),
     ],

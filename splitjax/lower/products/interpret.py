@@ -26,6 +26,7 @@ from splitjax.lower.products.local_turns import evaluate_turns
 from splitjax.lower.products.rebuilding import REBUILD
 from splitjax.lower.products.rewrites import rewritten
 from splitjax.lower.products.row_values import Rows
+from splitjax.lower.products.saved_inputs import evaluate_saved
 from splitjax.lower.products.scattering import evaluate_scatter, evaluate_summed
 from splitjax.mesh import MeshShape
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout, StepLayout, named_sharding
@@ -253,9 +254,13 @@ def _equation(
             return hooks.boundary(eqn, values, site, forward)
         return expand(eqn.params, values, forward)
     kind = _REBUILT.get(eqn.primitive.name)
-    if kind is not None and (site in layout.sites.inside or holds_boundary(eqn)):
+    if kind is not None and (site in layout.sites.inside or site in layout.sites.saved or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout
-        return REBUILD[kind](
-            lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies), eqn, values
-        )
+        run = lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies)
+        if site in layout.sites.saved:
+            again = lambda operands: run(eqn.params["jaxpr"], 0, operands)
+            results = evaluate_saved(layout.sites.saved[site], eqn, values, layout.where.here(), again)
+            if results is not None:
+                return results
+        return REBUILD[kind](run, eqn, values)
     return _compat.bind_equation(eqn, values)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax.cost.convolutions import LocalConvolution
+from splitjax.cost.saved import SavedInput
 from splitjax.cost.transforms import LocalTransform
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
 from splitjax.planning.sites.dealing import LocalDeal
@@ -40,6 +41,7 @@ class SiteDecisions:
     - `deals`: fused weights whose columns devices deal out among themselves.
     - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
     - `travels`: products whose tokens travel to their experts.
+    - `saved`: activations that are kept in parts for the backward pass.
     """
 
     explicit: Sequence[Exchange | Scatter | Summed] = ()
@@ -53,6 +55,7 @@ class SiteDecisions:
     deals: Sequence[LocalDeal] = ()
     turns: Sequence[LocalTurns] = ()
     travels: Sequence[Travel] = ()
+    saved: Sequence[SavedInput] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,7 @@ class SiteLayout:
     - `deals`: fused weights whose columns devices deal out among themselves.
     - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
     - `travels`: products whose tokens travel to their experts, inside of boundaries.
+    - `saved`: what rematerialised calls read that is kept in parts for the backward pass.
     """
 
     by_site: Mapping[Site, tuple[Constraint, ...]] = dataclasses.field(default_factory=dict)
@@ -89,6 +93,7 @@ class SiteLayout:
     deals: Mapping[Site, LocalDeal] = dataclasses.field(default_factory=dict)
     turns: Mapping[Site, LocalTurns] = dataclasses.field(default_factory=dict)
     travels: Mapping[Site, Travel] = dataclasses.field(default_factory=dict)
+    saved: Mapping[Site, tuple[SavedInput, ...]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def decided(self) -> frozenset[Site]:
@@ -114,9 +119,12 @@ class SiteLayout:
         for constraint in constraints:
             by_site[constraint.site].append(constraint)
         explicit, convolutions = decided.explicit, decided.convolutions
+        saved: dict[Site, list[SavedInput]] = collections.defaultdict(list)
+        for each in decided.saved:
+            saved[each.site].append(each)
         locally = (*convolutions, *decided.transforms, *decided.kernels, *decided.deals, *decided.turns)
         own_sites = (decision.site for decision in (*explicit, *locally, *decided.travels))
-        sites = {*by_site, *decided.rewrites, *decided.guarded, *own_sites}
+        sites = {*by_site, *saved, *decided.rewrites, *decided.guarded, *own_sites}
         return cls(
             by_site={site: tuple(here) for site, here in by_site.items()},
             inside=frozenset(site[:depth] for site in sites for depth in range(1, len(site))),
@@ -132,6 +140,7 @@ class SiteLayout:
             deals={deal.site: deal for deal in decided.deals},
             turns={turns.site: turns for turns in decided.turns},
             travels={travel.site: travel for travel in decided.travels},
+            saved={site: tuple(here) for site, here in saved.items()},
         )
 
     def without(self, manual: Sequence[str]) -> SiteLayout:

@@ -28,6 +28,7 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("crossing", [_CROSSINGS[plan.group_comm]] if plan.group_comm != "gather" else []),
         ("gradient", [_boundary(boundary) for boundary in plan.boundaries if boundary.how != "whole" or boundary.why]),
         ("remat", [f"{each}; the backward pass computes the rest again" for each in plan.remat]),
+        ("saved", _saved(plan)),
         ("optimizer", _optimizer(plan)),
         ("statistics", _arrays(plan, "statistic")),
         ("tables", _tables(plan)),
@@ -43,6 +44,11 @@ def summary(plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("notes", list(plan.notes)),
     )
     return tuple((title, tuple(lines)) for title, lines in sections if lines)
+
+
+def _saved(plan: Plan) -> list[str]:
+    over = " x ".join(plan.saved)
+    return [f"inputs of rematerialised layers lie in parts over {over} until the backward pass"] if over else []
 
 
 def examples_text(plan: Plan) -> str:

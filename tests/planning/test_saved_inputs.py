@@ -1,0 +1,175 @@
+"""Inputs of rematerialised layers that lie in parts until the backward pass: what is stored and sent is what the plan
+says, and the numbers are those of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import splitjax
+from benchmarks.modern.models import Decoder, make_step, state_of
+from splitjax import Plan
+from splitjax.plan import Phase, PurposeKind
+from splitjax.rules import load_rules
+
+LAYERS, EXAMPLES, SEQ, WIDTH, HIDDEN = 3, 8, 4, 16, 32
+MESH = {"fsdp": 2, "tensor": 4}
+WHOLE = dataclasses.replace(load_rules("transformer"), saved=())
+
+
+def mlp(x, weights):
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def scanned(params, batch, remat=jax.checkpoint):
+    out, _ = jax.lax.scan(remat(lambda x, each: (mlp(x, each), None)), batch["x"] * params["scale"], params["layers"])
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def unrolled(params, batch):
+    x = batch["x"] * params["scale"]
+    for index in range(LAYERS):
+        x = jax.checkpoint(mlp)(x, jax.tree.map(lambda weight, at=index: weight[at], params["layers"]))
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def with_dropout(params, batch):
+    """Its layers read a key and a number besides, give a number back, and one of them is read by nobody."""
+
+    def layer(x, key, count):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(kept, jnp.tanh(x @ params["layers"]["up"][0]) @ params["layers"]["down"][0], x), count + 1
+
+    x, count = batch["x"] * params["scale"], 0
+    for index in range(2):
+        x, count = jax.checkpoint(layer)(x, jax.random.key(index), count)
+    return jnp.mean((x - batch["y"]) ** 2) * count
+
+
+def train_with(loss, **options):
+    def train(params, batch):
+        value, grads = splitjax.value_and_grad(loss, **options)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return train
+
+
+def arguments(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape, scale=shape[-2] ** -0.5).astype(dtype)
+    layers = {"up": normal(LAYERS, WIDTH, HIDDEN), "down": normal(LAYERS, HIDDEN, WIDTH)}
+    batch = {name: normal(EXAMPLES, SEQ, WIDTH) for name in ("x", "y")}
+    return {"scale": 1 + normal(1, WIDTH)[0], "layers": layers}, batch
+
+
+def gathers(plan):
+    return [each for each in plan.collectives if each.purpose.kind == PurposeKind.SAVED_INPUT]
+
+
+def test_each_device_keeps_its_part_and_gathers_it_once_a_layer():
+    plan = splitjax.parallelize(train_with(scanned), mesh=MESH, rules="transformer").plan(*arguments())
+    (gather,) = gathers(plan)
+    whole = LAYERS * EXAMPLES * SEQ * WIDTH * 4 // MESH["fsdp"]
+    assert (gather.op, gather.axis, gather.bytes) == ("all_gather", "tensor", whole * 3 // 4)
+    assert gather.layer == "layers/up" and gather.purpose.phase == Phase.BACKWARD
+    assert plan.saved == ("tensor",) and "inputs of rematerialised layers lie in parts over tensor" in str(plan)
+    plan = splitjax.parallelize(train_with(unrolled), mesh=MESH, rules="transformer").plan(*arguments())
+    assert [each.bytes for each in gathers(plan)] == [whole // LAYERS * 3 // 4] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("remat", "mesh", "rules"),
+    [
+        (lambda layer: layer, MESH, "transformer"),
+        (lambda layer: jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable), MESH, "transformer"),
+        (jax.checkpoint, {"fsdp": 8}, "transformer"),
+        (jax.checkpoint, {"fsdp": 1, "tensor": 8}, WHOLE),
+        (jax.checkpoint, MESH, WHOLE),
+        (jax.checkpoint, {"data": 2, "tensor": 4}, "megatron"),
+    ],
+    ids=["no remat", "products kept", "no tensor axis", "one worker", "set without it", "megatron"],
+)
+def test_nothing_else_is_kept_in_parts(remat, mesh, rules):
+    train = train_with(lambda params, batch: scanned(params, batch, remat))
+    plan = splitjax.parallelize(train, mesh=mesh, rules=rules).plan(*arguments())
+    assert gathers(plan) == [] and plan.saved == () and "rematerialised" not in str(plan)
+
+
+def test_a_width_that_does_not_divide_leaves_another_dim():
+    params, batch = arguments()
+    cut = lambda weight: weight[..., : WIDTH - 2]
+    params = {
+        "scale": cut(params["scale"]),
+        "layers": {"up": params["layers"]["up"][:, :-2], "down": cut(params["layers"]["down"])},
+    }
+    batch = {name: cut(array) for name, array in batch.items()}
+    step = splitjax.parallelize(train_with(scanned), mesh=MESH, rules="transformer")
+    (gather,) = gathers(step.plan(params, batch))
+    assert gather.bytes == LAYERS * EXAMPLES * SEQ * (WIDTH - 2) * 4 // MESH["fsdp"] * 3 // 4
+    report = step.report(params, batch)
+    assert gather in [each.planned for each in report.collectives if not each.differs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_compiled_is_what_was_planned(dtype):
+    decoder = Decoder(layers=2, width=32, hidden=64, vocab=64, seq=8, examples=8, heads=4, kv_heads=4, dtype=dtype)
+    sent, stored = {}, {}
+    for rules in ("transformer", WHOLE):
+        step = splitjax.parallelize(make_step(decoder, splitjax.value_and_grad), mesh=MESH, rules=rules)
+        report = step.report(state_of(decoder), decoder.batch())
+        assert report.missing == ()
+        assert [each for each in report.unplanned if each.compiled.shape != ()] == []
+        assert [each for each in report.collectives if each.planned is not None and each.differs] == []
+        name = getattr(rules, "name", rules) + str(getattr(rules, "saved", ""))
+        sent[name] = sum(each.bytes for each in step.plan(state_of(decoder), decoder.batch()).collectives)
+        stored[name] = report.memory.compiled.temporary_bytes
+    assert sent["transformer"] > sent["transformer()"] and stored["transformer"] < stored["transformer()"]
+
+
+@pytest.mark.parametrize("loss", [scanned, unrolled, with_dropout])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_numbers_are_those_of_one_device(loss, explicit):
+    kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * 2
+    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=kinds)
+    with jax.enable_x64(True):
+        params, batch = arguments(np.float64)
+        alone, value_alone = jax.jit(train_with(loss))(params, batch)
+        step = splitjax.parallelize(train_with(loss), mesh=mesh, rules="transformer", donate=False)
+        assert step.plan(params, batch).saved == ("tensor",)
+        new, value = step(params, batch)
+        np.testing.assert_allclose(value, value_alone, rtol=1e-10)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), new, alone)
+
+
+def test_numbers_stay_in_microbatches_and_with_sharded_state():
+    with jax.enable_x64(True):
+        params, batch = arguments(np.float64)
+        optimizer = optax.adam(1e-2)
+
+        def train(state, batch):
+            value, grads = splitjax.value_and_grad(scanned, microbatches=2)(state["params"], batch)
+            updates, opt = optimizer.update(grads, state["opt"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+        state = {"params": params, "opt": optimizer.init(params)}
+        alone, _ = jax.jit(train)(state, batch)
+        step = splitjax.parallelize(train, mesh=MESH, rules="transformer", shard_state=True, donate=False)
+        assert step.plan(state, batch).saved == ("tensor",)
+        new, _ = step(state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), new, alone)
+
+
+def test_a_pinned_plan_keeps_it():
+    plan = splitjax.parallelize(train_with(scanned), mesh=MESH, rules="transformer").plan(*arguments())
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.saved == ("tensor",)
+    pinned = splitjax.parallelize(train_with(scanned), mesh=MESH, plan=again)
+    assert pinned.plan(*arguments()) == plan
+    whole = splitjax.parallelize(train_with(scanned), mesh=MESH, rules=WHOLE).plan(*arguments())
+    assert any(line.startswith("saved: ") for line in whole.diff(plan))
