@@ -85,7 +85,13 @@ def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
     """Predicts the step under `rules`. Raises what `rules.assign` raises for rules that do not suit it."""
     found = pricing.assigned(rules)
     step = LaidOutStep(
-        pricing.graph, found.leaves, found.layers, pricing.mesh, found.batch_axes, found.replicated_batch
+        pricing.graph,
+        found.leaves,
+        found.layers,
+        pricing.mesh,
+        found.batch_axes,
+        found.replicated_batch,
+        rules.saving_axes(pricing.mesh) if pricing.backward else (),
     )
     return predict_step(step, Manner(pricing.backward))
 

@@ -15,6 +15,9 @@ from jax.sharding import AxisType
 import splitjax
 from benchmarks.modern.models import Decoder, make_step, state_of
 from splitjax import Plan
+from splitjax.choosing import Prices, Pricing, laid_out
+from splitjax.machines import parse_target
+from splitjax.mesh import MeshShape
 from splitjax.plan import Phase, PurposeKind
 from splitjax.rules import load_rules
 
@@ -173,3 +176,13 @@ def test_a_pinned_plan_keeps_it():
     assert pinned.plan(*arguments()) == plan
     whole = splitjax.parallelize(train_with(scanned), mesh=MESH, rules=WHOLE).plan(*arguments())
     assert any(line.startswith("saved: ") for line in whole.diff(plan))
+
+
+def test_a_search_for_rules_prices_what_the_plan_sends():
+    step = splitjax.parallelize(train_with(scanned), mesh=MESH, rules="transformer")
+    mesh = MeshShape.of(MESH)
+    pricing = Pricing(step.graph(*arguments()), mesh, Prices.of_target(parse_target("tpu:v5e:2x4"), mesh), {}, True)
+    priced = [laid_out(pricing, rules) for rules in (load_rules("transformer"), WHOLE)]
+    of_saved = [each for each in priced[0].collectives if each.purpose.kind == PurposeKind.SAVED_INPUT]
+    assert of_saved == gathers(step.plan(*arguments()))
+    assert pricing.prices.seconds(priced[0]) > pricing.prices.seconds(priced[1])
