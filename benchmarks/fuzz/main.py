@@ -52,7 +52,14 @@ def main(argv: list[str] | None = None) -> int:
         if not options.no_page:
             command = "python -m benchmarks fuzz" + "".join(f" {word}" for word in argv or sys.argv[2:])
             record(searches, PARSERS, command)
-    return int(any(search.defects for search in searches) or len(searches) < len(names))
+    without = names[len(searches) :]
+    if without:
+        print(
+            f"error: the search of {without[0]!r} ended without a result\n  remedy: the engine may have run out of"
+            " memory: search again with another --seed, or fewer --inputs",
+            file=sys.stderr,
+        )
+    return int(any(search.defects for search in searches) or bool(without))
 
 
 def run(names: Sequence[str], budget: Budget, *, nice: int = 0) -> Iterator[Search]:

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
+from benchmarks.fuzz import main as fuzz
 from benchmarks.fuzz.harness import try_input
 from benchmarks.fuzz.main import run
 from benchmarks.fuzz.parser import Parser
-from benchmarks.fuzz.searching import CORPUS, Budget, by_chance, kept
+from benchmarks.fuzz.searching import CORPUS, Budget, Search, by_chance, kept
 from benchmarks.fuzz.strategies import STRATEGIES, changed
 from benchmarks.fuzz.table import PARSERS
 from splitjax.errors import DataError
@@ -106,3 +107,9 @@ def test_coverage_leads_where_atheris_is_installed():
         ("position", "atheris", NUM_INPUTS),
     ]
     assert not any(search.defects for search in searches)
+
+
+def test_a_search_that_dies_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "run", lambda *_, **__: iter([Search("rules", "chance", 5, 0.1)]))
+    assert fuzz.main(["--only", "rules", "plan", "--no-page"]) == 1
+    assert "the search of 'plan' ended without a result" in capsys.readouterr().err
