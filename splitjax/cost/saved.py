@@ -49,12 +49,12 @@ def saved_inputs(
     """Returns what a step keeps in parts, in program order.
 
     **Arguments:** `graph`: of the step. `leaves`: its layout, in flat order. `setting`: the mesh, and how examples lie.
-    `over`: the axes over which it is to be kept in parts; those that have examples of their own, and those over which a
-    dim of the activation is split anyway, are left out."""
+    `over`: the axes over which it is to be kept in parts; those that have examples of their own are left out, and so is
+    an activation of which some dim is split over an axis that has none."""
     axes = tuple(axis for axis in over if axis in setting.mesh.wide and axis not in setting.batch_axes)
     if not axes or not graph.saved:
         return ()
-    return tuple(_in_parts(graph, _split_labels(graph, leaves, axes), setting, axes))
+    return tuple(_in_parts(graph, _split_labels(graph, leaves, setting.batch_axes), setting, axes))
 
 
 def _in_parts(graph: Graph, split: frozenset[int], setting: Setting, axes: Axes) -> Iterator[SavedInput]:
@@ -74,12 +74,13 @@ def _in_parts(graph: Graph, split: frozenset[int], setting: Setting, axes: Axes)
             )  # fmt: skip
 
 
-def _split_labels(graph: Graph, leaves: Sequence[LeafPlan], axes: Axes) -> frozenset[int]:
-    """Returns the local labels of the dims of state that is computed with that are split over some of `axes`."""
+def _split_labels(graph: Graph, leaves: Sequence[LeafPlan], batch_axes: Axes) -> frozenset[int]:
+    """Returns the local labels of the dims of what is computed with that are split over an axis without examples of its
+    own."""
     return frozenset(
         graph.local[dim[0]]
         for leaf, planned in zip(graph.leaves, leaves, strict=True)
-        if planned.is_state and planned.role != "optimizer"
+        if planned.role != "optimizer"
         for dim, over in zip(leaf.dims, planned.axes_by_dim, strict=False)
-        if dim and not set(axes).isdisjoint(over)
+        if dim and not set(over) <= set(batch_axes)
     )

@@ -183,7 +183,7 @@ class Draft:
             notes=self.notes,
             group_comm=self.group_comm,
             remat=self.traced.remat,
-            saved=self.saved_over if self.sites is not None and self.sites.saved else (),
+            saved=() if self.sites is None else self.sites.saved_over(self.shape.names),
         )
 
     @functools.cached_property

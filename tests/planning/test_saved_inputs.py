@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import splitjax
 from benchmarks.modern.models import Decoder, make_step, state_of
@@ -43,15 +44,19 @@ def unrolled(params, batch):
 
 
 def with_dropout(params, batch):
-    """Its layers read a key and a number besides, give a number back, and one of them is read by nobody."""
+    """Its layers read a key and a number besides, and give a number and what nobody reads."""
 
     def layer(x, key, count):
         kept = jax.random.bernoulli(key, 0.5, x.shape)
-        return jnp.where(kept, jnp.tanh(x @ params["layers"]["up"][0]) @ params["layers"]["down"][0], x), count + 1
+        return (
+            jnp.where(kept, jnp.tanh(x @ params["layers"]["up"][0]) @ params["layers"]["down"][0], x),
+            count + 1,
+            x.sum(),
+        )
 
     x, count = batch["x"] * params["scale"], 0
     for index in range(2):
-        x, count = jax.checkpoint(layer)(x, jax.random.key(index), count)
+        x, count, _ = jax.checkpoint(layer)(x, jax.random.key(index), count)
     return jnp.mean((x - batch["y"]) ** 2) * count
 
 
@@ -166,6 +171,17 @@ def test_numbers_stay_in_microbatches_and_with_sharded_state():
         assert step.plan(state, batch).saved == ("tensor",)
         new, _ = step(state, batch)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), new, alone)
+
+
+def test_an_activation_that_is_split_otherwise_is_left_alone():
+    """Over fsdp and tensor, of which fsdp has examples of its own; and with the sequence over an axis of its own."""
+    both = dataclasses.replace(load_rules("transformer"), saved=("fsdp", "tensor"))
+    assert splitjax.parallelize(train_with(scanned), mesh=MESH, rules=both).plan(*arguments()).saved == ("tensor",)
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "rows", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    params, batch = arguments()
+    placed = {name: jax.device_put(array, NamedSharding(mesh, P("fsdp", "rows"))) for name, array in batch.items()}
+    step = splitjax.parallelize(train_with(scanned), mesh=mesh, roles={"rows": "tensor"}, rules="transformer")
+    assert gathers(step.plan(params, placed)) == []
 
 
 def test_a_pinned_plan_keeps_it():

@@ -28,11 +28,11 @@ def evaluate_saved(
     saved: Sequence[SavedInput], eqn: Any, operands: Sequence[Any], where: MeshContext, run: RunCall
 ) -> list[Any] | None:
     """Evaluates the rematerialised call `eqn` on `operands`, and returns its results; None where a surrounding
-    `shard_map` handles the axes, or has left another number of examples along the dim.
+    `shard_map` handles the axes, or where the examples do not divide, as those of a microbatch may not.
 
     **Arguments:** `saved`: what is kept in parts of this call. `where`: the mesh of the evaluation. `run`: evaluates
     the body of the call."""
-    ways = {each.operand: _Parts(each, where) for each in saved if where.left(each.axes) == each.axes}
+    ways = {each.operand: _Parts(each, where) for each in saved if _divides(each, operands[each.operand], where)}
     if not ways:
         return None
 
@@ -53,6 +53,11 @@ def evaluate_saved(
 
     call.defvjp(forward, backward)
     return list(call(*operands))
+
+
+def _divides(saved: SavedInput, value: jax.Array, where: MeshContext) -> bool:
+    examples = MeshShape.of(where.mesh).size(where.left(saved.batch_axes))
+    return where.left(saved.axes) == saved.axes and value.shape[saved.example_dim] % examples == 0
 
 
 class _Parts:

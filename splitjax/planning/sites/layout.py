@@ -143,6 +143,11 @@ class SiteLayout:
             saved={site: tuple(here) for site, here in saved.items()},
         )
 
+    def saved_over(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns those of `axes`, in their order, over which something is kept in parts for the backward pass."""
+        used = {axis for here in self.saved.values() for each in here for axis in each.axes}
+        return tuple(axis for axis in axes if axis in used)
+
     def without(self, manual: Sequence[str]) -> SiteLayout:
         """Returns the same layout without the axes `manual` in its constraints."""
 

@@ -43,7 +43,7 @@ def find_saved(
                 and made_in.get(value) == call.loops
                 and jnp.issubdtype(np.dtype(flat.dtypes[value]), np.inexact)
                 and any(dim and dim[0] in examples for dim in dims)
-                and call.operands.index(value) == operand
+                and call.operands.count(value) == 1  # else one of the two would be kept whole
             ):
                 yield Saved(call.site, operand, layer, flat.shapes[value], dims, flat.dtypes[value], call.trips)
 
