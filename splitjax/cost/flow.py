@@ -20,7 +20,8 @@ from splitjax.cost.use_links import UseLinks, link_uses, num_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
 from splitjax.primitives.walk import Site
-from splitjax.trace.graph import Graph, Pick, Use
+from splitjax.trace.activations.picks import Pick
+from splitjax.trace.graph import Graph, Use
 
 Axes = tuple[str, ...]
 _ROLES = ("contracted", "free", "stacked", "whole")

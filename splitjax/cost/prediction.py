@@ -46,7 +46,7 @@ class LaidOutStep:
     - `batch_axes`: its axes over which batch arguments are split.
     - `replicated_batch`: `"all"` where the batch of replicated layers is split over every axis, `"data"` where split
       and replicated layers see the same batch.
-    - `saved_over`: axes over which inputs of rematerialised layers are kept in parts.
+    - `saving_axes`: axes over which inputs of rematerialised layers are kept in parts.
     """
 
     graph: Graph
@@ -55,7 +55,7 @@ class LaidOutStep:
     mesh: MeshShape
     batch_axes: Sequence[str]
     replicated_batch: str
-    saved_over: Sequence[str] = ()
+    saving_axes: Sequence[str] = ()
 
 
 def predict_collectives(
@@ -80,7 +80,7 @@ class Prediction:
 
     - `structure`: what no layout changes. `setting`: the mesh, and how examples lie. `manner`: how the step is run.
     - `leaves`: the layout, in flat order.
-    - `saved_over`: axes over which inputs of rematerialised layers are kept in parts, where they can be.
+    - `saving_axes`: axes over which inputs of rematerialised layers are kept in parts, where they can be.
     - `flows`: of every use. `transforms`: what is evaluated device by device of Fourier transforms. `parts`: by
       convolution weight, the axes over which each device has the gradient of its own groups alone.
     - `weights`: what a parameter's gradient depends on; None for leaves that are no parameters.
@@ -92,7 +92,7 @@ class Prediction:
     setting: Setting
     manner: Manner
     leaves: tuple[LeafPlan, ...]
-    saved_over: Axes
+    saving_axes: Axes
     flows: tuple[WeightFlow, ...]
     transforms: tuple[LocalTransform, ...]
     parts: Mapping[str, Axes]
@@ -117,7 +117,7 @@ class Prediction:
     @functools.cached_property
     def saved(self) -> tuple[SavedInput, ...]:
         """What is kept for the backward pass in parts."""
-        return saved_inputs(self.structure.graph, self.leaves, self.setting, self.saved_over)
+        return saved_inputs(self.structure.graph, self.leaves, self.setting, self.saving_axes)
 
     def _of_saved(self) -> Iterator[Collective]:
         """Yields the collectives of what is kept in parts."""
@@ -190,7 +190,7 @@ class Prediction:
             self.setting,
             found.manner,
             replaced(self.leaves, found.leaves),
-            self.saved_over,
+            self.saving_axes,
             replaced(self.flows, found.flows),
             found.transforms,
             found.parts,
@@ -282,7 +282,7 @@ def predict_step(step: LaidOutStep, manner: Manner) -> Prediction:
         setting,
         manner,
         leaves,
-        tuple(step.saved_over),
+        tuple(step.saving_axes),
         flows,
         transforms,
         parts,

@@ -19,7 +19,10 @@ import numpy as np
 
 from splitjax.cost.heads import HeadReaders, find_readers
 from splitjax.primitives.walk import Site
-from splitjax.trace.graph import Graph, Joined, Leaf, Pick, Reduction, Use
+from splitjax.trace.activations.joined import Joined
+from splitjax.trace.activations.picks import Pick
+from splitjax.trace.activations.reductions import Reduction
+from splitjax.trace.graph import Graph, Leaf, Use
 
 # Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
 RAGGED = "ragged_dot_general"

@@ -82,7 +82,7 @@ def constrain(draft: Draft) -> Draft:
     products = derive_scatters(*arguments, (*exchanges, *travels), chain)
     kernels = derive_kernels(graph, sharded, mesh)
     row_inputs = pin_row_inputs(graph, chain, layout.leaves)
-    over = draft.saved_over
+    over = draft.saving_axes
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
         (

@@ -159,7 +159,7 @@ class Draft:
         return resolve(self.traced.said, self.graph, self.shape)
 
     @functools.cached_property
-    def saved_over(self) -> tuple[str, ...]:
+    def saving_axes(self) -> tuple[str, ...]:
         """The axes over which inputs of rematerialised layers are kept in parts, where they can be; none for a step
         without a backward pass."""
         if not self.takes_gradient:

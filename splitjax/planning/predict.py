@@ -174,7 +174,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         draft.shape,
         layout.batch_axes,
         layout.replicated_batch,
-        draft.saved_over,
+        draft.saving_axes,
     )
     cpu = draft.request.platform == "cpu"
     adding = [] if draft.ways is None else [set(way.worker_axes) for way in draft.ways.planned.values()]

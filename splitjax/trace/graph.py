@@ -20,6 +20,10 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from splitjax.trace.activations.joined import Joined
+from splitjax.trace.activations.picks import Pick
+from splitjax.trace.activations.reductions import Reduction
+from splitjax.trace.activations.saved import Saved
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.stepping import TurnedBatch
 from splitjax.trace.suspect_dims import Dim, Suspect
@@ -163,88 +167,6 @@ class Spread:
     dims: tuple[Dim, ...]
     example_dim: int
     num_examples: int
-    trips: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """Describes an operation of the forward computation that reduces dims of activations, or looks one place of a dim
-    up, and leaves a value for each example.
-
-    - `primitive`: its name. `site`: of the operation.
-    - `labels`: the local labels of the leading atoms of the dims that it reduces.
-    - `shape`: of the result. `operand_dtype`, `dtype`: of what it reads, and of its result.
-    - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
-    """
-
-    primitive: str
-    site: tuple[int, ...]
-    labels: frozenset[int]
-    shape: tuple[int, ...]
-    operand_dtype: str
-    dtype: str
-    trips: int
-    repeated: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Pick:
-    """Describes an operation of the forward computation that picks rows of activations from all examples, or puts rows
-    at the places of examples.
-
-    - `primitive`: its name: `gather`, `scatter` or `scatter-add`. `site`: of the operation.
-    - `shape`: of the value with all examples. `rows`: of what is picked or put. `dtype`: of both.
-    - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
-    - `is_learned`: whether a parameter reaches what is picked from, or what is put: else nobody asks for its cotangent.
-    """
-
-    primitive: str
-    site: tuple[int, ...]
-    shape: tuple[int, ...]
-    rows: tuple[int, ...]
-    dtype: str
-    trips: int
-    repeated: int
-    is_learned: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """Describes an operand of the forward computation that is concatenated with other values, there or elsewhere, or
-    multiplied with rows of a table.
-
-    - `site`, `operand`: of the operation that reads it, and its position there.
-    - `label`: the local label of the leading atom of the dim along which it is concatenated, or meets rows.
-    - `is_joined`: whether each of its dims has that label.
-    - `uses`: the sites of the uses of parameters that its columns of that label come from, in program order.
-    - `tables`: the sites of the lookups whose rows it meets; none where it is concatenated.
-    """
-
-    site: tuple[int, ...]
-    operand: int
-    label: int
-    is_joined: tuple[bool, ...]
-    uses: tuple[tuple[int, ...], ...] = ()
-    tables: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """Describes an activation that a rematerialised call reads, and that is stored from its forward to its backward
-    pass.
-
-    - `site`, `operand`: of the call, and the position among its operands.
-    - `layer`: the name of the first layer in the call; empty for none.
-    - `shape`, `dims`, `dtype`: of the activation.
-    - `trips`: how often the call runs per step; each run has an activation of its own.
-    """
-
-    site: tuple[int, ...]
-    operand: int
-    layer: str
-    shape: tuple[int, ...]
-    dims: tuple[Dim, ...]
-    dtype: str
     trips: int
 
 

@@ -16,6 +16,7 @@ from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import qualified_name
 from splitjax.primitives.walk import Site
 from splitjax.trace.activations.joined import find_joined
+from splitjax.trace.activations.learned import learned_values
 from splitjax.trace.activations.picks import find_picks
 from splitjax.trace.activations.reductions import find_reductions
 from splitjax.trace.activations.saved import find_saved
@@ -103,10 +104,12 @@ def _assemble(
     ]
     leaves = follow(traced, classes)
     sizes = {flat.shapes[value][dim] for value, dim in example_dims.items()}
-    products, feeds = _products(flat, {use.op for use in uses}), _feeds(flat, {use.op for use in uses}, arguments)
+    used = frozenset(use.op for use in uses)
+    products, feeds = _products(flat, used), _feeds(flat, used, arguments)
     example_atoms = frozenset(a for a, label in enumerate(classes.labels[Strength.SOFT]) if label in examples)
     repeated = count_repetitions(flat)
     params = frozenset(value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param)
+    learned = learned_values(flat, params)
     used_at = [(flat.ops[use.op].site, names[use.leaves[0]]) for use in uses]
     return Graph(
         leaves=tuple(leaves),
@@ -128,13 +131,13 @@ def _assemble(
         suspects=find_suspects(flat, classes),
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
-        reductions=tuple(find_reductions(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated)),
-        picks=tuple(find_picks(flat, classes, example_atoms, frozenset(use.op for use in uses), repeated, params)),
+        reductions=tuple(find_reductions(flat, classes, example_atoms, used, repeated)),
+        picks=tuple(find_picks(flat, classes, example_atoms, used, repeated, learned)),
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
-        joined=tuple(find_joined(flat, classes, example_atoms, frozenset(use.op for use in uses), params)),
+        joined=tuple(find_joined(flat, classes, example_atoms, used, learned)),
         dealt=find_dealt(flat, classes, sources, arguments),
-        saved=tuple(find_saved(flat, classes, example_atoms, used_at)),
+        saved=tuple(find_saved(flat, classes, example_atoms, used_at, learned)),
         scanned=tuple(_scanned(flat, classes, stepping, feeds)),
         turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms)),
     )
@@ -237,7 +240,7 @@ def _leaf(
     )
 
 
-def _products(flat: FlatStep, uses: set[int]) -> Twins:
+def _products(flat: FlatStep, uses: frozenset[int]) -> Twins:
     """Maps a value to the products between activations that read it, as (site, operand): in a backward pass that JAX
     already traced, the gradients of the weights that it met."""
     products: Twins = {}
@@ -261,7 +264,7 @@ def _cotangents(
             yield op.site, 1 - operand
 
 
-def _feeds(flat: FlatStep, uses: set[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
+def _feeds(flat: FlatStep, uses: frozenset[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
     """Finds, per value, the batch leaves that reach it without passing a use of a weight."""
     nothing: frozenset[str] = frozenset()
     feeds = [nothing] * len(flat.shapes)

@@ -38,16 +38,12 @@ class _Way:
     @property
     def outside(self) -> PartitionSpec:
         """The value where each device has its own examples of all experts."""
-        return self._spec({self.example_dim: (*self.rest, *self.axes)})
+        return self.where.spec({self.example_dim: (*self.rest, *self.axes)})
 
     @property
     def inside(self) -> PartitionSpec:
         """The value where each device has its own experts."""
-        return self._spec({self.example_dim: self.rest, self.expert_dim: self.axes})
-
-    def _spec(self, axes_of: dict[int, tuple[str, ...]]) -> PartitionSpec:
-        rank = 1 + max(self.example_dim, self.expert_dim)
-        return PartitionSpec(*(self.where.left(axes_of.get(dim, ())) or None for dim in range(rank)))
+        return self.where.spec({self.example_dim: self.rest, self.expert_dim: self.axes})
 
     def to(self, value: jax.Array) -> jax.Array:
         """Returns what a device has inside of what all devices have outside."""

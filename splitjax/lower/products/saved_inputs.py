@@ -8,12 +8,11 @@ as `jax.checkpoint` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from splitjax.cost.saved import SavedInput
 from splitjax.lower.products.groups import scope
@@ -66,8 +65,8 @@ class _Parts:
 
     def __init__(self, saved: SavedInput, where: MeshContext) -> None:
         self._saved, self._where = saved, where
-        rest = {saved.example_dim: where.left(saved.batch_axes)}
-        self._outside, self._inside = _spec(rest), _spec({**rest, saved.dim: saved.axes})
+        examples = {saved.example_dim: saved.batch_axes}
+        self._outside, self._inside = where.spec(examples), where.spec({**examples, saved.dim: saved.axes})
 
     def own(self, value: jax.Array) -> jax.Array:
         """Returns the activation of which each device has its part, of one that every device has whole."""
@@ -82,7 +81,3 @@ class _Parts:
         gather = lambda part: lax.all_gather(part, axes, axis=dim, tiled=True)
         with jax.named_scope(scope("saved", self._saved.layer)):
             return self._where.shard_map(gather, self._where.mesh.axis_names, (self._inside,), self._outside)(value)
-
-
-def _spec(axes_of: Mapping[int, tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes_of.get(dim) or None for dim in range(1 + max(axes_of))))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.mesh import platform_of
 
@@ -37,6 +37,10 @@ class MeshContext:
     def left(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes` that no surrounding `shard_map` handles, in their order."""
         return tuple(axis for axis in axes if axis not in self.manual)
+
+    def spec(self, axes_of: Mapping[int, Sequence[str]]) -> PartitionSpec:
+        """Returns how a value lies of which the dims `axes_of` are split, each over those of its axes that are left."""
+        return PartitionSpec(*(self.left(axes_of.get(dim, ())) or None for dim in range(1 + max(axes_of))))
 
     def shard_map(
         self, fn: Callable[..., Any], axes: Sequence[str], in_specs: Any, out_specs: Any

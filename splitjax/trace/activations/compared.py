@@ -15,19 +15,18 @@ _COMPARES = ("mul", "dot_general")
 
 
 def compared_columns(
-    flat: FlatStep, classes: Classes, weights: frozenset[int], params: frozenset[int]
+    flat: FlatStep, classes: Classes, weights: frozenset[int], learned: frozenset[int]
 ) -> dict[Column, tuple[tuple[Site, ...], tuple[Site, ...]]]:
     """Returns by (value, label of its columns) the sites of the uses of parameters that the columns come from, and of
     the lookups whose rows meet them, for products between activations in gradient boundaries. `weights`: the positions
-    of operations that use a parameter. `params`: the values that are parameters."""
+    of operations that use a parameter. `learned`: the values that parameters
+    reach."""
     looked_up: dict[int, dict[int, frozenset[Site]]] = {}  # by value that is made of rows, lookups by label
-    learned = set(params)
     found: dict[Column, tuple[tuple[Site, ...], tuple[Site, ...]]] = {}
     makers = {made: number for number, op in enumerate(flat.ops) for made in op.outputs}
     for number, op in enumerate(flat.ops):
         if op.phase == BACKWARD or not op.inside or learned.isdisjoint(op.inputs):
             continue
-        learned.update(op.outputs)
         rows = [value for value in op.inputs if value in looked_up]
         if number in weights:
             if op.primitive == "gather":

@@ -8,28 +8,48 @@ columns beside these.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from splitjax.trace.activations.behind import labels_of, uses_behind
 from splitjax.trace.activations.compared import compared_columns
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep
-from splitjax.trace.graph import Joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Describes an operand of the forward computation that is concatenated with other values, there or elsewhere, or
+    multiplied with rows of a table.
+
+    - `site`, `operand`: of the operation that reads it, and its position there.
+    - `label`: the local label of the leading atom of the dim along which it is concatenated, or meets rows.
+    - `is_joined`: whether each of its dims has that label.
+    - `uses`: the sites of the uses of parameters that its columns of that label come from, in program order.
+    - `tables`: the sites of the lookups whose rows it meets; none where it is concatenated.
+    """
+
+    site: tuple[int, ...]
+    operand: int
+    label: int
+    is_joined: tuple[bool, ...]
+    uses: tuple[tuple[int, ...], ...] = ()
+    tables: tuple[tuple[int, ...], ...] = ()
 
 
 def find_joined(
-    flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int], params: frozenset[int]
+    flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int], learned: frozenset[int]
 ) -> Iterator[Joined]:
     """Yields where the forward computation of gradient boundaries reads values that it concatenates with others along
     another dim than that of the examples, in program order; reads values that are stacked with such a value, which
-    has its columns together; and values whose columns meet rows of a table (`compared`). `params`: the values that are
-    parameters. The other arguments are those of `reductions.find_reductions`.
+    has its columns together; and values whose columns meet rows of a table (`compared`). `learned`: the values that
+    parameters reach. The other arguments are those of `reductions.find_reductions`.
 
     A constraint can be put on what an operation reads only where lowering rebuilds that operation. It rebuilds none
     inside a custom derivative rule, nor one that stands for no equation of the program. A value that is read by such an
     operation, too, cannot be constrained alike wherever it is read, and is left out with all of its readers."""
     along = _joined_columns(flat, classes, examples, weights)
-    compared = compared_columns(flat, classes, weights, params)
+    compared = compared_columns(flat, classes, weights, learned)
     columns: dict[int, list[int]] = {}
     for value, label in dict.fromkeys((*along, *compared)):
         columns.setdefault(value, []).append(label)

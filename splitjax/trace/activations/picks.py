@@ -6,7 +6,8 @@ lie on several devices: its rows may lie on any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +16,27 @@ import numpy as np
 from splitjax.trace.activations.reductions import looked_up
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
-from splitjax.trace.flow import is_floating
-from splitjax.trace.graph import Pick
+
+
+@dataclasses.dataclass(frozen=True)
+class Pick:
+    """Describes an operation of the forward computation that picks rows of activations from all examples, or puts rows
+    at the places of examples.
+
+    - `primitive`: its name: `gather`, `scatter` or `scatter-add`. `site`: of the operation.
+    - `shape`: of the value with all examples. `rows`: of what is picked or put. `dtype`: of both.
+    - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
+    - `is_learned`: whether a parameter reaches what is picked from, or what is put: else nobody asks for its cotangent.
+    """
+
+    primitive: str
+    site: tuple[int, ...]
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    dtype: str
+    trips: int
+    repeated: int
+    is_learned: bool = True
 
 
 def find_picks(
@@ -25,15 +45,11 @@ def find_picks(
     examples: frozenset[int],
     weights: frozenset[int],
     repeated: Sequence[int],
-    params: Iterable[int],
+    learned: frozenset[int],
 ) -> Iterator[Pick]:
     """Yields where the forward computation of `flat` picks examples of floating-point values by number, or puts rows at
-    the places of numbers, in program order. `params`: the values that are parameters; the other arguments are those of
-    `reductions.find_reductions`."""
-    learned = set(params)
-    for op in flat.ops:
-        if not learned.isdisjoint(op.inputs):
-            learned.update(v for v in op.outputs if is_floating(flat.dtypes[v]))
+    the places of numbers, in program order. `learned`: the values that parameters reach; the other arguments are those
+    of `reductions.find_reductions`."""
     for number, op in enumerate(flat.ops):
         indexed = _indexed(op)
         if indexed is None or op.phase == BACKWARD or number in weights or len(op.outputs) != 1:

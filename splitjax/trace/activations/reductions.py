@@ -7,12 +7,33 @@ have parts of is a collective: each device reduces its part, and the devices' re
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op
-from splitjax.trace.graph import Reduction
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """Describes an operation of the forward computation that reduces dims of activations, or looks one place of a dim
+    up, and leaves a value for each example.
+
+    - `primitive`: its name. `site`: of the operation.
+    - `labels`: the local labels of the leading atoms of the dims that it reduces.
+    - `shape`: of the result. `operand_dtype`, `dtype`: of what it reads, and of its result.
+    - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
+    """
+
+    primitive: str
+    site: tuple[int, ...]
+    labels: frozenset[int]
+    shape: tuple[int, ...]
+    operand_dtype: str
+    dtype: str
+    trips: int
+    repeated: int
 
 
 def find_reductions(

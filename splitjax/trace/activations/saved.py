@@ -6,6 +6,7 @@ between its passes: the input of every layer, which each device of a group has w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -15,11 +16,35 @@ import numpy as np
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import FlatStep, Rematerialised
-from splitjax.trace.graph import Saved
+from splitjax.trace.suspect_dims import Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Describes an activation that a rematerialised call reads, and that is stored from its forward to its backward
+    pass.
+
+    - `site`, `operand`: of the call, and the position among its operands.
+    - `layer`: the name of the first layer in the call; empty for none.
+    - `shape`, `dims`, `dtype`: of the activation.
+    - `trips`: how often the call runs per step; each run has an activation of its own.
+    """
+
+    site: tuple[int, ...]
+    operand: int
+    layer: str
+    shape: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    dtype: str
+    trips: int
 
 
 def find_saved(
-    flat: FlatStep, classes: Classes, examples: frozenset[int], layers: Sequence[tuple[Site, str]]
+    flat: FlatStep,
+    classes: Classes,
+    examples: frozenset[int],
+    layers: Sequence[tuple[Site, str]],
+    learned: frozenset[int],
 ) -> Iterator[Saved]:
     """Yields the activations that rematerialised calls of gradient boundaries read and that every run of them has for
     itself, in program order.
@@ -28,18 +53,17 @@ def find_saved(
     one with side effects, which are not to happen otherwise. What a loop hands to all of its turns alike is kept once.
 
     **Arguments:** `classes`: the dim classes. `examples`: the atoms of the example dim. `layers`: of the uses of
-    weights in program order, their sites and the names of their layers."""
+    weights in program order, their sites and the names of their layers. `learned`: the values that parameters reach."""
     calls = [call for call in flat.rematerialised if _keeps_operands_alone(call)]
     if not calls:
         return
     made_in = {made: op.loops for op in flat.ops for made in op.outputs}
-    trained = _made_of_parameters(flat)
     for call in calls:
         layer = next((name for site, name in layers if site[: len(call.site)] == call.site), "")
         for operand, value in enumerate(call.operands):
             dims = classes.dims(value, len(flat.shapes[value]))
             if (
-                value in trained
+                value in learned
                 and made_in.get(value) == call.loops
                 and jnp.issubdtype(np.dtype(flat.dtypes[value]), np.inexact)
                 and any(dim and dim[0] in examples for dim in dims)
@@ -50,17 +74,3 @@ def find_saved(
 
 def _keeps_operands_alone(call: Rematerialised) -> bool:
     return call.eqn.params["policy"] in (None, jax.checkpoint_policies.nothing_saveable) and not call.eqn.effects
-
-
-def _made_of_parameters(flat: FlatStep) -> set[int]:
-    """Returns the values that what is differentiated reaches, through loops, too."""
-    found = set(flat.differentiated)
-    while True:
-        before = len(found)
-        for op in flat.ops:
-            if op.inside and not found.isdisjoint(op.inputs):
-                found.update(op.outputs)
-                if op.primitive == "_carry_back" and op.inputs[0] in found:
-                    found.add(op.inputs[1])
-        if len(found) == before:
-            return found

@@ -1,0 +1,23 @@
+"""Finds the values of a step that parameters reach: those that a gradient can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from splitjax.trace.flatten import FlatStep
+from splitjax.trace.flow import is_floating
+
+
+def learned_values(flat: FlatStep, params: Iterable[int]) -> frozenset[int]:
+    """Returns the floating-point values that the values `params` reach through operations, those from a turn of a loop
+    to the next one, too."""
+    found = set(params)
+    while True:
+        before = len(found)
+        for op in flat.ops:
+            if not found.isdisjoint(op.inputs):
+                found.update(value for value in op.outputs if is_floating(flat.dtypes[value]))
+                if op.primitive == "_carry_back" and op.inputs[0] in found:
+                    found.add(op.inputs[1])
+        if len(found) == before:
+            return frozenset(found)
