@@ -1,0 +1,1 @@
+"""Training steps in the idioms that people write today, each compared with one device."""
