@@ -4,6 +4,7 @@
     python -m benchmarks planner --truth FILE              cells that `benchmarks.planner.truth` compiled for GPUs
     python -m benchmarks planner --only time [--quick]     the time of steps (`benchmarks.planner.speed`)
     python -m benchmarks planner --only search [--quick]   the time to choose layouts (`benchmarks.planner.search`)
+    python -m benchmarks planner --only quality [--quick]  plans of `auto` that run (`benchmarks.planner.quality`)
 
 Every cell is a model under a layout with a batch, for a target. A third of them, by a hash of their names, is held out:
 constants were fitted to the others, and only those that are held out are quoted. What compilers said is kept in
@@ -182,7 +183,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="*", default=[], help="only these cells; the page is not written")
     parser.add_argument("--quick", action="store_true", help="one small cell, compiled; written where --output says")
     parser.add_argument("--output", type=pathlib.Path, help="folder of the page, instead of benchmarks/results")
-    parser.add_argument("--only", choices=("memory", "time", "search"), default="memory", help="what is predicted")
+    parser.add_argument(
+        "--only", choices=("memory", "time", "search", "quality"), default="memory", help="what is predicted"
+    )
     parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
     parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of GPU cells")
     options = parser.parse_args(argv)
@@ -192,6 +195,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.planner import search
 
         return search.main(options.quick, options.output)
+    if options.only == "quality":
+        from benchmarks.planner import quality
+
+        return quality.main(options.quick, options.output)
     if options.only == "time":
         from benchmarks.planner import speed
 

@@ -1,0 +1,51 @@
+"""The figures of the page on how good the plans of `auto` are, by hand, and the memory of a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner.quality import MODELS, fitted, is_met, lines_of, paired
+from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE
+
+TURNS = {
+    AUTO: [0.9, 1.0, 1.8, 0.9], "data parallel": [1.0, 1.0, 2.0, 1.0], "Megatron": [3.0] * 4, XLA_ALONE: [0.1] * 4,
+}  # fmt: skip
+
+
+def cell(model, ratio, high, **more):
+    return {
+        "where": "loopback", "model": model, "ratio": ratio, "low": ratio - 0.02, "high": high, "rival": "Megatron",
+        "medians": {AUTO: 0.1 * ratio, "Megatron": 0.1}, "chosen": {"rules": "auto", "mesh": "data=2", "predicted": 0.1},
+        **more,
+    }  # fmt: skip
+
+
+def within(needed, budget=90):
+    return {"model": "mlp", "needs": {"Megatron": 100}, "budget": budget, "needed": needed, "chosen": "fsdp, data=8"}
+
+
+def test_rounds_are_compared_in_pairs_with_the_fastest_baseline():
+    found = paired(TURNS)
+    assert found["rival"] == "data parallel", "what XLA does alone is no baseline"
+    assert found["ratio"] == pytest.approx(0.9) and found["medians"][AUTO] == pytest.approx(0.95)
+    assert 0.9 <= found["low"] + 1e-9 and found["high"] <= 1.0
+    assert paired({**TURNS, AUTO: [1.2] * 4})["low"] > 0.5
+
+
+def test_goals():
+    faster = [cell(model, 0.9, 0.95) for model in ("mlp", "vgg16", "lstm")]
+    stored = {"timed": [*faster, cell("llama", 1.02, 1.05)], "fitted": [within(90)], "header": "", "notes": []}
+    assert all(is_met(stored).values())
+    assert "llama" not in "\n".join(lines_of(stored)).split("## Time")[0]
+    slow = {**stored, "timed": [*faster, cell("llama", 1.04, 1.05)]}
+    assert not is_met(slow)["not slower"] and "(not so: llama, loopback)" in "\n".join(lines_of(slow))
+    assert not is_met({**stored, "timed": faster[:2]})["faster"]
+    assert not is_met({**stored, "fitted": [within(91)]})["fits"]
+    assert not is_met({**stored, "fitted": [within(None)]})["fits"]
+
+
+def test_a_small_model_fits_into_nine_tenths():
+    found = fitted("mlp")
+    assert "mlp" in MODELS and set(found["needs"]) == set(BASELINES)
+    assert found["budget"] == int(0.9 * min(found["needs"].values()))
+    assert found["needed"] is not None and found["needed"] <= found["budget"]
