@@ -15,7 +15,8 @@ TURNS = {
 def cell(model, ratio, high, **more):
     return {
         "where": "loopback", "model": model, "ratio": ratio, "low": ratio - 0.02, "high": high, "rival": "Megatron",
-        "medians": {AUTO: 0.1 * ratio, "Megatron": 0.1}, "chosen": {"rules": "auto", "mesh": "data=2", "predicted": 0.1},
+        "medians": {AUTO: 0.1 * ratio, "Megatron": 0.1},
+        "chosen": {"rules": "auto", "mesh": "data=2", "predicted": 0.1},
         **more,
     }  # fmt: skip
 
