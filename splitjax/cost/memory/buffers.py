@@ -13,8 +13,8 @@ from typing import Any
 
 from splitjax.cost.memory.compilers import Compiler
 from splitjax.cost.memory.joining import Domain, Kernel, joined
-from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
-from splitjax.cost.memory.spreading import label_dims
+from splitjax.cost.memory.moves import add_moves
+from splitjax.cost.memory.program import Kind, Node, Program, Region
 
 # Operations that compilers compute once, however many loops read them.
 _COSTLY = frozenset(
@@ -78,7 +78,7 @@ class Storage:
         self.makers: dict[int, Node] = {}
 
     def schedule(self) -> Schedule:
-        self._rewrite(self.program.body)
+        add_moves(self.program, self.compiler)
         self._collect_users(self.program.body)
         for value in self.program.body.inputs:
             self._store(value)
@@ -92,135 +92,6 @@ class Storage:
         """Returns the name of the operation that makes a value; "" where none is known."""
         maker = self.makers.get(value)
         return "" if maker is None else maker.name
-
-    # What the partitioner adds: an operand that is split otherwise than its operation is moved, a product over a split
-    # dim is summed.
-    def _rewrite(self, region: Region) -> None:
-        nodes: list[Node] = []
-        for node in region.nodes:
-            for inner in node.regions:
-                self._rewrite(inner)
-            if (
-                node.kind is Kind.VIEW
-                and node.name != "transpose"
-                and node.dims is not None
-                and len(node.inputs) == 1 == len(node.outputs)
-            ):
-                nodes += self._moved(node)
-                continue
-            before, after = ([], []) if node.dims is None or node.kind is Kind.REGIONS else self._partition(node)
-            inner = self._arranged(node) if self.compiler.transposes_operands else ([], [])
-            nodes += [*before, *inner[0], node, *inner[1], *after]
-        region.nodes[:] = nodes
-
-    def _moved(self, node: Node) -> list[Node]:
-        """A view whose result is split otherwise than what it looks at."""
-        program, (source,), (target,) = self.program, node.inputs, node.outputs
-        if program.bytes_of(source) != program.bytes_of(target) or (
-            program.shapes[source] == program.shapes[target] and program.splits[source] != program.splits[target]
-        ):
-            grows = program.bytes_of(target) > program.bytes_of(source)
-            smaller = program.bytes_of(target) < program.bytes_of(source)
-            kind = Kind.PART if smaller else Kind.COLLECTIVE
-            return [dataclasses.replace(node, kind=kind, name="all_gather" if grows else "move")]
-        return [node]
-
-    def _partition(self, node: Node) -> tuple[list[Node], list[Node]]:
-        program, before, summed = self.program, [], []
-        chosen: dict = {}
-        assert node.dims is not None, "a node whose dims are not known is left as it is"
-        for label, places in label_dims(node).items():
-            results = [(value, dim) for position, value, dim in places if position < 0]
-            axes: Axes = ()
-            for value, dim in results or [(value, dim) for _, value, dim in places]:
-                here = program.splits[value][dim]
-                axes = here if len(here) > len(axes) else axes
-            chosen[label] = axes
-            if not results and axes and _sums(node):
-                summed += [axis for axis in axes if axis not in summed]
-        used = {axis for output in node.outputs[:1] for axes in program.splits[output] for axis in axes}
-        summed = [axis for axis in summed if axis not in used]
-        for position, value in enumerate(node.inputs):
-            if value in program.constants or not program.shapes[value]:
-                continue
-            labels = node.dims.inputs[position] if position < len(node.dims.inputs) else ()
-            wanted = []
-            for dim, factors in enumerate(labels):
-                here = program.splits[value][dim]
-                axes = chosen.get(factors[0], ()) if factors else ()
-                ok = (
-                    program.shapes[value][dim] > 1 and program.shapes[value][dim] % max(program.num_parts(axes), 1) == 0
-                )
-                other = {axis for d, o in enumerate(wanted) for axis in o}
-                wanted.append(axes if ok and not other & set(axes) else here if here and not axes and not ok else ())
-            if len(labels) == len(program.shapes[value]) and tuple(wanted) != program.splits[value]:
-                moved = program.new(program.shapes[value], program.itemsizes[value], tuple(wanted))
-                smaller = program.bytes_of(moved) < program.bytes_of(value)
-                kind = Kind.PART if smaller else Kind.COLLECTIVE
-                if program.bytes_of(moved) != program.bytes_of(value) or smaller:
-                    before.append(Node("part" if smaller else "all_gather", kind, [value], [moved]))
-                    node.inputs[position] = moved
-        after = []
-        if summed:
-            for position, output in enumerate(node.outputs):
-                partial = program.new(program.shapes[output], program.itemsizes[output], program.splits[output])
-                node.outputs[position] = partial
-                after.append(Node("all_reduce", Kind.COLLECTIVE, [partial], [output], None, tuple(summed)))
-        return before, after
-
-    def _arranged(self, node: Node) -> tuple[list[Node], list[Node]]:
-        """The transposed operands and results of a product, a convolution, or a collective along a dim that is not the
-        first."""
-        before: list[Node] = []
-        after: list[Node] = []
-        if node.name == "conv_general_dilated":
-            numbers = node.params["dimension_numbers"]
-            for position, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
-                rank = len(spec)
-                last = (0, rank - 1, *range(1, rank - 1)) if position == 0 else (rank - 1, rank - 2, *range(rank - 2))
-                if tuple(spec) != last:
-                    before.append(self._transposed(node, position))
-            rank = len(numbers.out_spec)
-            if tuple(numbers.out_spec) != (0, rank - 1, *range(1, rank - 1)):
-                after.append(self._untransposed(node))
-        elif node.name == "dot_general":
-            before += self._arranged_product(node)
-        elif node.kind is Kind.COLLECTIVE and node.params and node.name.startswith("all_gather"):
-            if node.params.get("all_gather_dimension", 0):
-                before.append(self._transposed(node, 0))
-                after.append(self._untransposed(node))
-        elif node.kind is Kind.COLLECTIVE and node.name == "reduce_scatter":
-            if node.params["scatter_dimension"]:
-                before.append(self._transposed(node, 0))
-                after.append(self._untransposed(node))
-        return before, after
-
-    def _transposed(self, node: Node, position: int) -> Node:
-        program, value = self.program, node.inputs[position]
-        arranged = program.new(program.shapes[value], program.itemsizes[value], program.splits[value])
-        node.inputs[position] = arranged
-        return Node("transpose_operand", Kind.LOOP, [value], [arranged])
-
-    def _untransposed(self, node: Node) -> Node:
-        program, value = self.program, node.outputs[0]
-        raw = program.new(program.shapes[value], program.itemsizes[value], program.splits[value])
-        node.outputs[0] = raw
-        return Node("transpose_result", Kind.LOOP, [raw], [value])
-
-    def _arranged_product(self, node: Node) -> list[Node]:
-        (contracted, batch), before = node.params["dimension_numbers"], []
-        for position, value in enumerate(node.inputs[:2]):
-            shape = self.program.shapes[value]
-            real = [d for d in range(len(shape)) if shape[d] > 1]
-            group = [0 if d in batch[position] else 2 if d in contracted[position] else 1 for d in real]
-            fine = (
-                len(shape) == 2
-                or group == sorted(group)
-                or (position == 1 and group == sorted(group, key=lambda g: (0, 2, 1)[g] if g else 0))
-            )
-            if not fine:
-                before.append(self._transposed(node, position))
-        return before
 
     def _collect_users(self, region: Region) -> None:
         for node in region.nodes:
@@ -422,10 +293,3 @@ def _outer_reads(schedule: Schedule) -> set[int]:
     read = {b for step in schedule.steps for b in step.reads} | set(schedule.outputs)
     inner = {before for before, _ in schedule.carry}
     return read - written - inner
-
-
-def _sums(node: Node) -> bool:
-    """Whether an operation adds up over dims that its result lacks."""
-    return node.name in ("dot_general", "conv_general_dilated", "gather", "scatter-add") or node.name.startswith(
-        "reduce_"
-    )
