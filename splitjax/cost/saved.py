@@ -7,6 +7,10 @@ A step's graph, the layout of its leaves and the axes of the rule set come in; `
 them has the input of every layer whole (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). For the backward
 pass each keeps its part of one dim, and all gather the parts before a layer is computed again: one all-gather for each
 activation that is kept.
+
+An activation that several calls read (layers side by side, each rematerialised for itself) is gathered once for each
+of them: their backward passes stand apart, and what was gathered for the first would have to be stored whole until the
+last has run, which is what keeping it in parts saves.
 """
 
 from __future__ import annotations

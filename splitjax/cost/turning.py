@@ -22,17 +22,25 @@ def turn_axes(turned: TurnedBatch, leaf: LeafPlan, mesh: MeshShape) -> tuple[str
     """Returns the axes of `mesh` over which the examples of every turn lie, major first: those that split the examples
     of the batch leaf, laid out as `leaf`, where they divide the examples of a turn; else none, and XLA is left with
     it."""
-    axes = mesh.present(leaf.axes_by_dim[turned.dim]) if turned.dim < len(leaf.axes_by_dim) else ()
+    axes = _split_by(turned, turned.dim, leaf, mesh)
     num, examples = mesh.size(axes), turned.shape[turned.dim]
     return axes if num > 1 and examples % (num * turned.turns) == 0 else ()
 
 
 def other_axes(turned: TurnedBatch, leaf: LeafPlan, mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     """Returns by dim the axes of `mesh` that split a value that is cut into turns, but for those of its examples: what
-    splits the batch leaf, laid out as `leaf`, where the value has its shape; none elsewhere."""
-    kept = [mesh.present(axes) for axes in leaf.axes_by_dim] if turned.shape == tuple(leaf.shape) else []
-    kept += [()] * (len(turned.shape) - len(kept))
-    return tuple(() if dim == turned.dim else axes for dim, axes in enumerate(kept))
+    splits the dims of the batch leaf, laid out as `leaf`, that the value has whole; none elsewhere."""
+    return tuple(
+        _split_by(turned, dim, leaf, mesh) if dim != turned.dim and of is not None and size == leaf.shape[of] else ()
+        for dim, (size, of) in enumerate(zip(turned.shape, turned.leaf_dims, strict=True))
+    )
+
+
+def _split_by(turned: TurnedBatch, dim: int, leaf: LeafPlan, mesh: MeshShape) -> tuple[str, ...]:
+    """Returns the axes that split the dim of the batch leaf that `dim` of the value is: the step may have transposed
+    the leaf before it cuts it."""
+    of = turned.leaf_dims[dim]
+    return () if of is None or of >= len(leaf.axes_by_dim) else mesh.present(leaf.axes_by_dim[of])
 
 
 def turn_moves(num_examples: int, turns: int, num: int) -> Moves | None:

@@ -12,7 +12,7 @@ device, and consecutive examples are one turn's, so devices that share the examp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.trace.classes import Atoms, Classes, Strength
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
@@ -100,6 +100,8 @@ class TurnedBatch:
     - `site`: of the reshape. `leaf`: the path of the batch leaf whose examples these are.
     - `shape`, `dtype`: of its operand. `dim`: the position of the dim that holds the examples.
     - `turns`: how many turns it is cut into.
+    - `leaf_dims`: by dim of the operand, the position of the dim of the batch leaf that it is, or that begins with the
+      same index; None for none. They differ where a step transposes the batch, or adds and drops dims, before the cut.
     """
 
     site: tuple[int, ...]
@@ -108,16 +110,22 @@ class TurnedBatch:
     dtype: str
     dim: int
     turns: int
+    leaf_dims: tuple[int | None, ...]
 
 
 def find_turned(
-    flat: FlatStep, classes: Classes, stepping: Stepping, feeds: Sequence[frozenset[str]], examples: frozenset[int]
+    flat: FlatStep,
+    classes: Classes,
+    stepping: Stepping,
+    feeds: Sequence[frozenset[str]],
+    examples: frozenset[int],
+    batch: Mapping[str, int],
 ) -> Iterator[TurnedBatch]:
     """Yields the reshapes of `flat` that cut examples of one batch leaf into turns, in program order: those outside of
     loops and gradient boundaries, where the whole batch is there.
 
     **Arguments:** `classes`: the dim classes. `stepping`: which dims count turns. `feeds`: per value the batch leaves
-    that it is made of. `examples`: the atoms of the example dim."""
+    that it is made of. `examples`: the atoms of the example dim. `batch`: the values of the batch leaves, by path."""
     soft = classes.labels[Strength.SOFT]
     for op in flat.ops if stepping.turns else ():
         dim = _cut_dim(op, flat)
@@ -128,7 +136,28 @@ def find_turned(
         is_turned = turns and stepping.turns.issuperset(soft[atom] for atom in turns)
         if is_turned and kept and kept[0] in examples and len(feeds[value]) == 1:
             (leaf,) = feeds[value]
-            yield TurnedBatch(op.site, leaf, flat.shapes[value], flat.dtypes[value], dim, flat.shapes[result][dim])
+            leaf_dims = _leaf_dims(flat, classes, value, batch[leaf], dim)
+            shape, dtype = flat.shapes[value], flat.dtypes[value]
+            yield TurnedBatch(op.site, leaf, shape, dtype, dim, flat.shapes[result][dim], leaf_dims)
+
+
+def _leaf_dims(flat: FlatStep, classes: Classes, value: int, leaf: int, first: int) -> tuple[int | None, ...]:
+    """Returns by dim of `value` the position of the dim of `leaf` that begins with the same index. The dim at `first`
+    has the choice where several do; each dim of the leaf is given once."""
+    labels = lambda of: [[classes.local(a) for a in dim] for dim in classes.dims(of, len(flat.shapes[of]))]
+    own, given = labels(value), labels(leaf)
+    found: dict[int, int] = {}
+    for dim in sorted(range(len(own)), key=lambda dim: dim != first):
+        alike = [d for d, other in enumerate(given) if other and own[dim] and _is_prefix(own[dim], other)]
+        left = [d for d in alike if d not in found.values()]
+        if left:
+            found[dim] = dim if dim in left else left[0]
+    return tuple(found.get(dim) for dim in range(len(own)))
+
+
+def _is_prefix(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Tells whether the shorter of two runs of labels is how the longer one begins."""
+    return all(a == b for a, b in zip(one, other, strict=False))
 
 
 def _cut_dim(op: Op, flat: FlatStep) -> int | None:

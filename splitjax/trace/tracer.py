@@ -111,6 +111,7 @@ def _assemble(
     params = frozenset(value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param)
     learned = learned_values(flat, params)
     used_at = [(flat.ops[use.op].site, names[use.leaves[0]]) for use in uses]
+    batch_at = {argument.path: value for argument, value in zip(arguments, flat.inputs, strict=True)}
     return Graph(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
@@ -139,7 +140,7 @@ def _assemble(
         dealt=find_dealt(flat, classes, sources, arguments),
         saved=tuple(find_saved(flat, classes, example_atoms, used_at, learned)),
         scanned=tuple(_scanned(flat, classes, stepping, feeds)),
-        turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms)),
+        turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms, batch_at)),
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import splitjax
 from splitjax import models
@@ -123,6 +124,49 @@ def test_devices_send_each_other_the_examples_of_turns_as_planned(monkeypatch, t
         assert [(each.op, each.axis, each.bytes) for each in found] == sent
         assert [each.planned is not None and each.differs for each in found] == [""] * len(found)
     assert [each for each in report.unplanned if each.compiled.shape] == []
+
+
+def transposed(state, batch):
+    """Accumulation that has features in front of the examples before it cuts them into turns."""
+    cut = lambda x: jnp.moveaxis(x.T.reshape(x.shape[1], TURNS, x.shape[0] // TURNS), 1, 0)
+
+    def turn(total, part):
+        value, grads = splitjax.value_and_grad(loss)(state["params"], jax.tree.map(lambda x: x.T, part))
+        return jax.tree.map(jnp.add, total, (value, grads)), None
+
+    zeros = (jnp.zeros((), batch["x"].dtype), jax.tree.map(jnp.zeros_like, state["params"]))
+    (value, grads), _ = jax.lax.scan(turn, zeros, jax.tree.map(cut, batch))
+    return update(state, jax.tree.map(lambda g: g / TURNS, grads)), value / TURNS
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [({"data": 4}, None), ({"data": 2, "rows": 4}, ("data", "rows"))],
+    ids=["examples", "features too"],
+)
+@pytest.mark.parametrize("examples", [96, WIDTH])
+def test_a_batch_that_is_transposed_before_it_is_cut_moves_as_its_own_dims_lie(mesh, spec, examples):
+    """The dim of examples is the second of what is cut: the axes of the batch's second dim were taken for it. A square
+    batch has its own shape when it is transposed."""
+    roles = {"rows": "tensor"} if spec else None
+    devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+
+    def given(dtype):
+        state, batch = arguments(examples, dtype=dtype)
+        where = NamedSharding(devices, PartitionSpec(*(spec or ("data",))))
+        return state, jax.tree.map(lambda x: jax.device_put(x, where), batch)
+
+    options = {"mesh": devices, "rules": "data_parallel", "roles": roles}
+    with jax.enable_x64(True):
+        assert_as_one_device(transposed, *given(np.float64), **options)
+    report = splitjax.parallelize(transposed, **options).report(*given(np.float32))
+    part_bytes = 4 * examples * WIDTH // 4 if spec is None else 4 * examples * WIDTH // 8
+    num = mesh["data"]
+    for path in ("batch/x", "batch/y"):
+        found = [each for each in report.collectives if each.layer == path]
+        sent = [(each.op, each.axis, each.bytes) for each in found if each.planned is not None]
+        assert sent == [("all_to_all", "data", part_bytes * (num - 1) // num)]
+        assert [each.planned is not None and each.differs for each in found] == [""]
 
 
 def test_a_turn_of_split_layers_has_its_examples_where_these_want_them():

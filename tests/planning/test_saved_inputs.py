@@ -4,6 +4,7 @@ says, and the numbers are those of one device."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,36 @@ def test_what_is_compiled_is_what_was_planned(dtype):
     assert sent["transformer"] > sent["transformer()"] and stored["transformer"] < stored["transformer()"]
 
 
-@pytest.mark.parametrize("loss", [scanned, unrolled, with_dropout])
+def read_twice(params, batch, remat=jax.checkpoint):
+    x = batch["x"] * params["scale"]
+    layer = lambda at: remat(mlp)(x, jax.tree.map(lambda weight: weight[at], params["layers"]))
+    return jnp.mean((layer(0) * layer(1) - batch["y"]) ** 2)
+
+
+def scanned_twice(params, batch, remat=jax.checkpoint):
+    def pair(x, weights):
+        return remat(mlp)(x, weights["one"]) + jnp.tanh(remat(mlp)(x, weights["other"])), None
+
+    layers = {"one": params["layers"], "other": jax.tree.map(lambda weight: weight[::-1], params["layers"])}
+    out, _ = jax.lax.scan(pair, batch["x"] * params["scale"], layers)
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+@pytest.mark.parametrize(("loss", "trips"), [(read_twice, 1), (scanned_twice, LAYERS)])
+def test_an_activation_that_two_calls_read_is_gathered_for_each_of_them(loss, trips, prevent_cse):
+    """As planned, so compiled: XLA makes no single gather of them either."""
+    train = train_with(functools.partial(loss, remat=functools.partial(jax.checkpoint, prevent_cse=prevent_cse)))
+    step = splitjax.parallelize(train, mesh=MESH, rules="transformer")
+    report = step.report(*arguments())
+    whole = trips * EXAMPLES * SEQ * WIDTH * 4 // MESH["fsdp"]
+    assert [each.bytes for each in gathers(step.plan(*arguments()))] == [whole * 3 // 4] * 2
+    found = [each for each in report.collectives if each.planned in gathers(step.plan(*arguments()))]
+    assert [(each.bytes, each.differs) for each in found] == [(whole * 3 // 4, "")] * 2
+    assert report.missing == () and [each for each in report.unplanned if each.compiled.shape != ()] == []
+
+
+@pytest.mark.parametrize("loss", [scanned, unrolled, with_dropout, read_twice, scanned_twice])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_numbers_are_those_of_one_device(loss, explicit):
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * 2

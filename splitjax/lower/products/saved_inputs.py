@@ -3,7 +3,7 @@
 The equation of such a call, its operands and what its plan keeps in parts (`cost.saved`) come in, with an evaluator of
 its body; its results come out. The forward pass computes the body on what it is given. Kept are the operands, of some
 of them a device's own part alone; the backward pass gathers the parts, and computes the body again for its derivative,
-as `jax.checkpoint` does.
+as `jax.checkpoint` does. Each call gathers for itself, also where another reads the same activation (`cost.saved`).
 """
 
 from __future__ import annotations
