@@ -36,6 +36,8 @@ class Manner:
     - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
       value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
     - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
+    - `merges`: whether the compiler gathers once what several rematerialised calls keep of one activation
+      (`cost.saved`), as that for CPUs does.
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
       they send it: where gradients are taken in microbatches.
     """
@@ -45,6 +47,7 @@ class Manner:
     by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_apart: bool = False
     widens: bool = False
+    merges: bool = False
     within: Axes = ()
 
 

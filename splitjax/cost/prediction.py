@@ -122,6 +122,8 @@ class Prediction:
     def _of_saved(self) -> Iterator[Collective]:
         """Yields the collectives of what is kept in parts."""
         for saved in self.saved:
+            if saved.with_earlier and self.manner.merges:
+                continue
             events = saved_events(saved, self.manner.widens)
             yield from sent_by(saved.layer, events, self.setting.mesh, self.manner.backward)
 

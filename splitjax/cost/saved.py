@@ -10,7 +10,9 @@ activation that is kept.
 
 An activation that several calls read (layers side by side, each rematerialised for itself) is gathered once for each
 of them: their backward passes stand apart, and what was gathered for the first would have to be stored whole until the
-last has run, which is what keeping it in parts saves.
+last has run, which is what keeping it in parts saves. The compiler for CPUs makes one gather of them all the same: it
+drops the barriers that keep a call's second computation from the first before it merges equal operations
+(`Manner.merges`). In a loop over layers it cannot: the loop hands each call's parts to its backward pass apart.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class SavedInput:
     - `dim`, `axes`: the dim that is split, and over which axes.
     - `example_dim`, `batch_axes`: the dim of examples, and the axes over which these lie anyway.
     - `whole_bytes`: of what a group of devices has together of it, in all runs of the call.
-    - `dtype`: of the activation.
+    - `dtype`: of the activation. `with_earlier`: as `Saved.with_earlier`.
     """
 
     site: tuple[int, ...]
@@ -45,6 +47,7 @@ class SavedInput:
     batch_axes: Axes
     whole_bytes: int
     dtype: str
+    with_earlier: bool = False
 
 
 def saved_inputs(
@@ -74,7 +77,7 @@ def _in_parts(graph: Graph, split: frozenset[int], setting: Setting, axes: Axes)
             whole_bytes = math.prod(saved.shape) * itemsize(saved.dtype) * saved.trips // batch_parts
             yield SavedInput(
                 saved.site, saved.operand, saved.layer, free[-1], axes, examples[0], setting.batch_axes, whole_bytes,
-                saved.dtype,
+                saved.dtype, saved.with_earlier,
             )  # fmt: skip
 
 

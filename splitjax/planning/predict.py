@@ -184,6 +184,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         row_bytes_of(draft.tables),
         sums_apart=cpu,
         widens=cpu,
+        merges=cpu,
         within=tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding)),
     )
     return predict_step(step, manner)

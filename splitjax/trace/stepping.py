@@ -42,7 +42,7 @@ def find_stepping(flat: FlatStep, batch: Sequence[int], atoms: Atoms, soft: Sequ
     nothing is counted away: what the loop reads are examples then.
     """
     nothing = Stepping(frozenset(), (0,) * len(batch))
-    loops = _around_gradients(flat)
+    loops = around_gradients(flat)
     if not loops:
         return nothing
     turned = [op for op in flat.ops if reads_a_turn(op, flat) and not loops.isdisjoint(op.loops[-1:])]
@@ -82,7 +82,7 @@ def reads_a_turn(op: Op, flat: FlatStep) -> bool:
 def count_turns(flat: FlatStep, sources: Sequence[frozenset[int]]) -> dict[int, int]:
     """Returns how often per step the gradient of a parameter is taken, by leaf index, where a loop around the gradient
     takes it more than once. `sources`: per value the parameters (leaf indices) that it is made of."""
-    loops = _around_gradients(flat)
+    loops = around_gradients(flat)
     trips = {op.loops[-1]: op.trips for op in flat.ops if op.loops and op.loops[-1] in loops}
     turns: dict[int, int] = {}
     for op in flat.ops if loops else ():
@@ -172,7 +172,7 @@ def _cut_dim(op: Op, flat: FlatStep) -> int | None:
     return dim if is_cut else None
 
 
-def _around_gradients(flat: FlatStep) -> frozenset[int]:
+def around_gradients(flat: FlatStep) -> frozenset[int]:
     """Returns the loops in whose body a gradient is taken."""
     phases: dict[int, set[str]] = {}
     for op in flat.ops:

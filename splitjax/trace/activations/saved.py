@@ -16,6 +16,7 @@ import numpy as np
 from splitjax.primitives.walk import Site
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import FlatStep, Rematerialised
+from splitjax.trace.stepping import around_gradients
 from splitjax.trace.suspect_dims import Dim
 
 
@@ -28,6 +29,8 @@ class Saved:
     - `layer`: the name of the first layer in the call; empty for none.
     - `shape`, `dims`, `dtype`: of the activation.
     - `trips`: how often the call runs per step; each run has an activation of its own.
+    - `with_earlier`: whether a call before it reads the same activation, and the backward passes of both are in one
+      program: not in loops of their own, which hand each call the activations of all their turns apart.
     """
 
     site: tuple[int, ...]
@@ -37,6 +40,7 @@ class Saved:
     dims: tuple[Dim, ...]
     dtype: str
     trips: int
+    with_earlier: bool = False
 
 
 def find_saved(
@@ -58,6 +62,7 @@ def find_saved(
     if not calls:
         return
     made_in = {made: op.loops for op in flat.ops for made in op.outputs}
+    around, read = around_gradients(flat), set[int]()
     for call in calls:
         layer = next((name for site, name in layers if site[: len(call.site)] == call.site), "")
         for operand, value in enumerate(call.operands):
@@ -69,7 +74,10 @@ def find_saved(
                 and any(dim and dim[0] in examples for dim in dims)
                 and call.operands.count(value) == 1  # else one of the two would be kept whole
             ):
-                yield Saved(call.site, operand, layer, flat.shapes[value], dims, flat.dtypes[value], call.trips)
+                shape, dtype = flat.shapes[value], flat.dtypes[value]
+                with_earlier = value in read and around.issuperset(call.loops)
+                yield Saved(call.site, operand, layer, shape, dims, dtype, call.trips, with_earlier)
+                read.add(value)
 
 
 def _keeps_operands_alone(call: Rematerialised) -> bool:
