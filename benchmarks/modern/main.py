@@ -6,6 +6,8 @@ theirs.
     python -m benchmarks modern --quick     two small steps, for CPU devices alone
     python -m benchmarks modern --only large [--case "LLaMA 8B, v5p"]
                                             shapes of large models, for large TPUs: a page of its own
+    python -m benchmarks modern --only numbers [--step NAME] [--quick]
+                                            many more steps, run: their numbers beside one device's; a page of its own
 
 Decoders of 4 layers in a scan with `jax.checkpoint`, and Adam, are compiled for 8 devices; nothing runs and no
 parameter exists, so that the figures are the same on every machine. *Sent* is what each device sends in a step by the
@@ -87,15 +89,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks modern", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="two small steps, for CPU devices alone")
     parser.add_argument("--cpu", action="store_true", help="all steps, for CPU devices alone")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="where the page goes")
-    parser.add_argument("--only", choices=("large",), help="shapes of large models, for large TPUs")
+    parser.add_argument("--output", type=pathlib.Path, help="where the page goes, instead of benchmarks/results")
+    parser.add_argument("--only", choices=("large", "numbers"), help="another part, with a page of its own")
     parser.add_argument(
         "--case", action="append", choices=tuple(large.CASES), help="of the large ones; can be given again"
     )
+    parser.add_argument("--step", action="append", metavar="NAME", help="of `numbers`; can be given again")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once, of `numbers`")
     options = parser.parse_args(argv)
     virtual_devices()
+    if options.only == "numbers":
+        from benchmarks.modern import numbers
+
+        return numbers.run(options.step, options.quick, options.output, options.jobs)
+    output = options.output or RESULTS
     if options.only:
-        return large.run(options.case, options.output)
+        return large.run(options.case, output)
     from benchmarks import machine
 
     cells = []
@@ -107,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         f" --{name}" for name in ("quick", "cpu") if getattr(options, name)
     )
     stored["header"] = machine.header(machine.this_machine(), command).rstrip()
-    print("wrote", write_stored("modern", stored, page_lines, options.output))
+    print("wrote", write_stored("modern", stored, page_lines, output))
     return int(any(cell.ratio > 1.02 for cell in cells))
 
 
