@@ -12,9 +12,9 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import splitjax
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import apply_perceptron, perceptron
 from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import apply_perceptron, perceptron
 
 WIDTH = 64
 OBSERVED, ACTIONS = 16, 4

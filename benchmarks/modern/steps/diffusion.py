@@ -12,9 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import splitjax
-from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import (
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import (
     Perceptron,
     apply_dense,
     apply_perceptron,
@@ -24,6 +23,7 @@ from benchmarks.modern.steps.parts import (
     perceptron,
     timestep_embedding,
 )
+from benchmarks.modern.steps.case import ModernStep, Problem
 
 WIDTH = 32
 

@@ -12,9 +12,9 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import splitjax
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import Perceptron, apply_dense, apply_perceptron, perceptron
 from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import Perceptron, apply_dense, apply_perceptron, perceptron
 
 WIDTH = 32
 NODES, EDGES, GRAPHS, CLASSES = 64, 192, 16, 8
@@ -37,7 +37,7 @@ def _masked_cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
 
 
 def gcn(dtype: str) -> Problem:
-    """Kipf and Welling's: sums over neighbours, divided by the roots of both degrees, a node being its own neighbour."""
+    """Kipf and Welling's: sums over neighbours, over the roots of both degrees; a node is its own neighbour."""
     drawn = Drawn.of(dtype, 30)
     params = {"hidden": drawn.dense(16, WIDTH), "out": drawn.dense(WIDTH, CLASSES)}
     tx = optax.adam(1e-2)

@@ -11,9 +11,9 @@ import optax
 from flax import linen as nn
 
 import splitjax
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import apply_dense, apply_perceptron, perceptron
 from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import apply_dense, apply_perceptron, perceptron
 
 WIDTH = 64
 

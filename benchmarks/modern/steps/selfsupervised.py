@@ -12,9 +12,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import splitjax
-from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import (
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import (
     EncoderBlock,
     apply_dense,
     apply_transformer_layer,
@@ -22,6 +21,7 @@ from benchmarks.modern.steps.parts import (
     patches,
     transformer_layer,
 )
+from benchmarks.modern.steps.case import ModernStep, Problem
 
 WIDTH = 32
 
@@ -99,7 +99,7 @@ def _encode(params: Any, images: jax.Array) -> jax.Array:
 
 
 def dino(dtype: str) -> Problem:
-    """A student matches, on small crops too, what a moving mean of itself says of large crops, centred and sharpened."""
+    """A student matches, on small crops too, what a moving mean of itself says of large crops, centred and sharp."""
     drawn = Drawn.of(dtype, 41)
     params = _backbone(drawn, 64)
     tx = optax.chain(optax.clip_by_global_norm(3.0), optax.adamw(5e-4))

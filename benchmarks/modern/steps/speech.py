@@ -12,9 +12,9 @@ from flax import linen as nn
 from flax.training import train_state
 
 import splitjax
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import EncoderBlock, timestep_embedding
 from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import EncoderBlock, timestep_embedding
 
 WIDTH, MELS, FRAMES = 32, 8, 32
 

@@ -13,9 +13,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import splitjax
-from benchmarks.modern.steps.case import ModernStep, Problem
-from benchmarks.modern.steps.drawn import Drawn
-from benchmarks.modern.steps.parts import (
+from benchmarks.modern.steps._drawn import Drawn
+from benchmarks.modern.steps._parts import (
     EncoderBlock,
     apply_dense,
     apply_transformer_layer,
@@ -23,6 +22,7 @@ from benchmarks.modern.steps.parts import (
     patches,
     transformer_layer,
 )
+from benchmarks.modern.steps.case import ModernStep, Problem
 
 CLASSES = 16
 WIDTH = 32
@@ -319,7 +319,7 @@ class EfficientNet(nnx.Module):
 
 
 def efficientnet(dtype: str) -> Problem:
-    """Split into a definition and its states outside of the step, and merged inside, as the NNX guides do for jax.jit."""
+    """Split into definition and states outside of the step, and merged inside, as NNX's guides do for jax.jit."""
     drawn = Drawn.of(dtype, 7)
     graphdef, params, stats = nnx.split(nnx.eval_shape(lambda: EfficientNet(nnx.Rngs(0))), nnx.Param, ...)
     params, stats = drawn.weights(params), drawn.weights(stats)

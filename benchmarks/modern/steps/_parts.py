@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks.modern.steps.drawn import Drawn
+from benchmarks.modern.steps._drawn import Drawn
 
 Weights = Any
 
