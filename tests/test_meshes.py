@@ -444,6 +444,32 @@ def test_annotations_under_explicit_axes_are_pins(how, rules, options):
     assert not any("are Auto inside" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("function", ["repeat", "map"])
+def test_what_jax_places_unasked_is_no_annotation(function):
+    """Under Explicit axes `jnp.repeat`, and `jax.lax.map` in batches, say where their results are without being
+    asked. A step with them, such as one of Flax's group norm, is one that says nothing."""
+
+    def train(state, batch):
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["w"])
+            if function == "repeat":
+                hidden = jnp.repeat(hidden[:, ::2], 2, axis=-1)
+            else:
+                hidden = jax.lax.map(jnp.sin, hidden, batch_size=6)
+            return ((hidden @ params["v"] - batch["y"]) ** 2).mean()
+
+        value, gradient = splitjax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), value
+
+    state, batch = numbers_for_annotated()
+    mesh = mesh_of("explicit")
+    step = splitjax.parallelize(train, mesh=mesh, rules="megatron")
+    plan = step.plan(state, batch)
+    assert any("are Auto inside" in note for note in plan.notes)
+    assert not any(note.startswith("pinned: ") for note in plan.notes)
+    assert_close(step(step.place(state, example=(batch,)), batch), jax.jit(train)(state, batch))
+
+
 @pytest.mark.parametrize("how", ["reshard", "out_sharding"])
 @pytest.mark.parametrize("kind", ["explicit", "mixed"])
 def test_a_pin_is_where_the_array_is(kind, how):

@@ -69,6 +69,7 @@ from splitjax._compat.runs import coordination_service as coordination_service
 from splitjax._compat.runs import detected_cluster as detected_cluster
 from splitjax._compat.runs import place_in_run as place_in_run
 from splitjax._compat.sources import is_machinery as is_machinery
+from splitjax._compat.sources import is_within_jax as is_within_jax
 from splitjax._compat.sources import name_stack as name_stack
 from splitjax._compat.sources import name_stacks as name_stacks
 from splitjax._compat.sources import source_line as source_line

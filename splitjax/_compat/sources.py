@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 # Frames of these packages are machinery between a user's line and the operation it caused.
@@ -32,6 +32,17 @@ def source_line(eqn: Any) -> str:
         if not is_machinery(frame.file_name):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def is_within_jax(eqn: Any, functions: Collection[str]) -> bool:
+    """Returns whether one of these `functions` of JAX, by name, caused `eqn` for the user's line."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in traceback.frames if traceback is not None else ():
+        if not is_machinery(frame.file_name):
+            return False
+        if frame.function_name.rpartition(".")[2] in functions and "-packages/jax/" in frame.file_name:
+            return True
+    return False
 
 
 def name_stack(eqn: Any) -> str:

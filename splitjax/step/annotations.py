@@ -23,6 +23,8 @@ _NOWHERE = AbstractMesh((), ())
 _OF_RESULTS = ("out_sharding", "sharding")
 _CONTEXTS = ("ctx_mesh", "context_mesh")  # parameters that are the mesh in whose context an operation was traced
 _CONSTANTS = frozenset({"broadcast_in_dim", "iota", "convert_element_type"})
+# Functions of JAX that say where their result is although nobody asked: `jnp.repeat`, and `jax.lax.map` in batches.
+_UNASKED = frozenset({"_auto_repeat", "_scan_leaf", "_remainder_leaf"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +91,22 @@ class _Untyping:
     def __init__(self, pins: bool) -> None:
         self.pins = pins
         self.annotations: list[Annotation] = []
-        self._done: dict[int, tuple[Any, Any]] = {}  # by identity: the jaxpr, kept alive, and what became of it
+        # By identity, and whether it is part of a derivative: the jaxpr, kept alive, and what became of it.
+        self._done: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self._is_derived = False
 
     def jaxpr(self, value: Any) -> Any:
         """Returns the jaxpr `value`, open or closed as it is, without types."""
-        if id(value) not in self._done:
+        key = id(value), self._is_derived
+        if key not in self._done:
             inner, _ = _compat.open_jaxpr(value)
             env: dict[Any, Any] = {}
             invars, constvars = ([_renamed(v, env) for v in vs] for vs in (inner.invars, inner.constvars))
             eqns = [new for eqn in inner.eqns for new in self._equation(eqn, env)]
             outvars = [_read(v, env) for v in inner.outvars]
             changed = inner.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
-            self._done[id(value)] = value, _compat.like_jaxpr(value, changed)
-        return self._done[id(value)][1]
+            self._done[key] = value, _compat.like_jaxpr(value, changed)
+        return self._done[key][1]
 
     def _equation(self, eqn: Any, env: dict[Any, Any]) -> list[Any]:
         """Returns the equations that `eqn` becomes; `env`: typed variable -> its own, which grows."""
@@ -109,20 +114,23 @@ class _Untyping:
         operands = [_read(v, env) for v in eqn.invars]
         if name == "reshard":
             where = params["dst_sharding"]
-            if eqn.outvars[0].aval.ndim == 0 or not has_explicit(where.mesh):  # of JAX's own derivatives; `auto_axes`
+            of_jax = eqn.outvars[0].aval.ndim == 0 or not has_explicit(where.mesh)  # its own derivatives; `auto_axes`
+            if of_jax or _is_unasked(eqn, where.spec):
                 env[eqn.outvars[0]] = operands[0]
                 return []
-            self.annotations += _written(eqn, "jax.reshard", where.spec)
+            self.annotations += self._written(eqn, "jax.reshard", where.spec)
             if not self.pins:
                 env[eqn.outvars[0]] = operands[0]
                 return []
             return [_constraint(eqn, operands[0], _renamed(eqn.outvars[0], env), where)]
+        outside, self._is_derived = self._is_derived, self._is_derived or _is_derivative(eqn)
         changed = {key: self._param(value) for key, value in params.items()}
+        self._is_derived = outside
         changed |= {key: _untyped_mesh(params[key]) for key in _CONTEXTS if key in params}
         if name == "sharding_constraint":
             where = params["sharding"]
             if isinstance(where, NamedSharding):
-                self.annotations += _written(eqn, "with_sharding_constraint", where.spec)
+                self.annotations += self._written(eqn, "with_sharding_constraint", where.spec)
                 changed["sharding"] = _joined(where, eqn.invars[0].aval)
             wanted = None
         else:
@@ -132,13 +140,17 @@ class _Untyping:
             outvars = [_renamed(v, env) for v in eqn.outvars]
             return [_compat.moved_equation(eqn, operands, outvars, changed, _mesh_left(eqn))]
         if name not in _CONSTANTS or any(wanted.spec):
-            self.annotations += _written(eqn, "out_sharding=", wanted.spec)
+            self.annotations += self._written(eqn, "out_sharding=", wanted.spec)
         out = _renamed(eqn.outvars[0], env)
         if not self.pins:
             return [_compat.moved_equation(eqn, operands, [out], changed, _mesh_left(eqn))]
         before = _compat.new_variable(out)
         made = _compat.moved_equation(eqn, operands, [before], changed, _mesh_left(eqn))
         return [made, _constraint(eqn, before, out, wanted)]
+
+    def _written(self, eqn: Any, how: str, spec: PartitionSpec) -> list[Annotation]:
+        """Returns the annotation, if a user wrote it: derivatives have some that JAX derives."""
+        return [] if self._is_derived or _is_derivative(eqn) else [_annotation(eqn, how, spec)]
 
     def _param(self, value: Any) -> Any:
         """Returns a parameter of an equation without types of axes."""
@@ -219,9 +231,15 @@ def _only(entry: Any, axes: set[str]) -> Any:
     return kept if len(kept) > 1 else kept[0] if kept else None
 
 
-def _written(eqn: Any, how: str, spec: PartitionSpec) -> list[Annotation]:
-    """Returns the annotation, if a user wrote it: derivatives have some that JAX derives."""
-    return [] if "transpose(" in _compat.name_stack(eqn) else [_annotation(eqn, how, spec)]
+def _is_unasked(eqn: Any, spec: PartitionSpec) -> bool:
+    """Returns whether JAX itself has put the whole result of one of its functions to where its operand is, whole too,
+    as `jnp.repeat` does under Explicit axes when no `out_sharding=` is given."""
+    return not any(spec) and _compat.is_within_jax(eqn, _UNASKED)
+
+
+def _is_derivative(eqn: Any) -> bool:
+    """Returns whether `eqn` is part of a backward pass. Operations within its loops and calls do not tell."""
+    return "transpose(" in _compat.name_stack(eqn)
 
 
 def _annotation(eqn: Any, how: str, spec: PartitionSpec) -> Annotation:

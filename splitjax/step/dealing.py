@@ -84,7 +84,8 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
         at = _body_around(jaxpr, product.site)
         target = FusedProduct(product.site[at:], product.weight, product.dim, product.sizes, product.num)
         by_body.setdefault(product.site[:at], []).append(target)
-    for prefix, targets in by_body.items():
+    # Inner bodies first: equations of a body that is traced again have other numbers, and sites lead through them.
+    for prefix, targets in sorted(by_body.items(), key=lambda item: -len(item[0])):
         jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
     return jaxpr
 

@@ -227,11 +227,10 @@ def maml(dtype: str) -> Problem:
         return optax.softmax_cross_entropy_with_integer_labels(apply_perceptron(net, x, jax.nn.gelu), y).mean()
 
     def adapted_loss(params: Any, task: Any) -> jax.Array:
-        def inner(net: Any, _: Any) -> Any:
+        net = params["net"]
+        for _ in range(2):
             grads = jax.grad(task_loss)(net, task["support_x"], task["support_y"])
-            return jax.tree.map(lambda w, g: w - params["rate"] * g, net, grads), None
-
-        net, _ = jax.lax.scan(inner, params["net"], None, 2)
+            net = jax.tree.map(lambda w, g: w - params["rate"] * g, net, grads)
         return task_loss(net, task["query_x"], task["query_y"])
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -253,5 +252,5 @@ STEPS: tuple[ModernStep, ...] = (
     ModernStep("PPO, shuffled parts in a scan", "PPO", ppo, ("scan of steps", "permutation", "TrainState", "aux")),
     ModernStep("double DQN", "DQN", dqn, ("target network", "argmax", "periodic update", "results by example")),
     ModernStep("soft actor-critic", "SAC", soft_actor_critic, ("three optimizers", "target network", "vmap", "keys")),
-    ModernStep("MAML", "MAML", maml, ("gradient of a gradient", "vmap", "scan")),
+    ModernStep("MAML", "MAML", maml, ("gradient of a gradient", "vmap")),
 )

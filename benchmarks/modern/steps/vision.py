@@ -79,7 +79,7 @@ def vit_scanned(dtype: str) -> Problem:
         "norm": {"scale": np.ones(WIDTH, dtype), "bias": np.zeros(WIDTH, dtype)},
         "head": drawn.dense(WIDTH, CLASSES),
     }
-    tx = optax.lion(1e-4, weight_decay=1e-2)
+    tx = optax.lamb(1e-3, weight_decay=1e-2)
 
     def forward(params: Any, images: jax.Array) -> jax.Array:
         x = apply_dense(params["embed"], patches(images, 4)) + params["positions"]
@@ -156,7 +156,7 @@ def mlp_mixer(dtype: str) -> Problem:
     drawn = Drawn.of(dtype, 3)
     model, batches = Mixer(), _batches(drawn)
     state = TrainState.create(
-        apply_fn=model.apply, params=drawn.linen(model, batches[0]["image"])["params"], tx=optax.lamb(1e-3)
+        apply_fn=model.apply, params=drawn.linen(model, batches[0]["image"])["params"], tx=optax.lion(1e-4, weight_decay=1e-2)
     )
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -329,7 +329,7 @@ def efficientnet(dtype: str) -> Problem:
         params, stats, opt = state
 
         def loss_fn(params: Any) -> Any:
-            model = nnx.merge(graphdef, params, stats)
+            model = nnx.merge(graphdef, params, stats, copy=True)
             loss = _cross_entropy(model(batch["image"]), batch["label"])
             return loss, nnx.state(model, nnx.BatchStat)
 
@@ -342,9 +342,9 @@ def efficientnet(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("ViT with a class token", "ViT", vit_with_class_token, ("attention", "TrainState", "aux", "clip")),
-    ModernStep("ViT, scanned and rematerialised", "ViT", vit_scanned, ("scan", "remat", "fused qkv", "lion")),
+    ModernStep("ViT, scanned and rematerialised", "ViT", vit_scanned, ("scan", "remat", "fused qkv", "lamb")),
     ModernStep("ConvNeXt", "ConvNeXt", convnext, ("depthwise convolution", "stochastic depth", "keys")),
-    ModernStep("MLP-Mixer with mixup", "MLP-Mixer", mlp_mixer, ("transpose", "mixup", "lamb", "TrainState")),
+    ModernStep("MLP-Mixer with mixup", "MLP-Mixer", mlp_mixer, ("transpose", "mixup", "lion", "TrainState")),
     ModernStep("Swin, shifted windows", "Swin", swin, ("windows", "roll", "position bias", "attention")),
     ModernStep("ResNet with group norm", "ResNet", resnet_with_group_norm, ("convolution", "group norm", "nesterov")),
     ModernStep("ResNet with batch norm", "ResNet", resnet_with_batch_norm, ("convolution", "batch norm", "TrainState")),
