@@ -444,21 +444,25 @@ def test_annotations_under_explicit_axes_are_pins(how, rules, options):
     assert not any("are Auto inside" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("function", ["repeat", "map"])
+@pytest.mark.parametrize("function", ["repeat", "map", "scan"])
 def test_what_jax_places_unasked_is_no_annotation(function):
-    """Under Explicit axes `jnp.repeat`, and `jax.lax.map` in batches, say where their results are without being
-    asked. A step with them, such as one of Flax's group norm, is one that says nothing."""
+    """Under Explicit axes `jnp.repeat`, `jax.lax.map` in batches, and the loops of a plain `jax.grad` say where their
+    results are without being asked. A step with them, such as one of Flax's group norm, is one that says nothing."""
 
     def train(state, batch):
         def loss(params):
             hidden = jnp.tanh(batch["x"] @ params["w"])
             if function == "repeat":
                 hidden = jnp.repeat(hidden[:, ::2], 2, axis=-1)
+            elif function == "scan":
+                layer = lambda x, scale: (jnp.sin(x / x.sum(-1, keepdims=True) * scale), None)
+                hidden, _ = jax.lax.scan(layer, hidden, batch["y"][:3, 0])
             else:
                 hidden = jax.lax.map(jnp.sin, hidden, batch_size=6)
             return ((hidden @ params["v"] - batch["y"]) ** 2).mean()
 
-        value, gradient = splitjax.value_and_grad(loss)(state)
+        value_and_grad = jax.value_and_grad if function == "scan" else splitjax.value_and_grad
+        value, gradient = value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), value
 
     state, batch = numbers_for_annotated()

@@ -106,6 +106,25 @@ def test_fused_weights_compile_to_the_exchanges_of_separate_ones(form, mesh, opt
     assert len(said) == (0 if form == "separate" else 3)
 
 
+def test_fused_weights_are_dealt_out_outside_of_the_gradient_and_in_it():
+    """A teacher, or a target that the step works out before, has the same products as the loss."""
+
+    def train(params, batch):
+        goal = loss(params, batch, "split")
+        value, grads = splitjax.value_and_grad(lambda params, batch: (loss(params, batch, "split") - goal / 2) ** 2)(
+            params, batch
+        )
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    with jax.enable_x64(True):
+        params, batch = parameters("split"), examples()
+        parallel = splitjax.parallelize(train, mesh=TWO, rules="megatron", donate=False)
+        expected, found = jax.jit(train)(params, batch), parallel(params, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, expected)
+        said = [note for note in parallel.plan(params, batch).notes if "dealt out over tensor" in note]
+    assert len(said) == 3
+
+
 def block(params, batch):
     """A block of a transformer, whose second half reads the first one's sum with the residual stream."""
     parts = jnp.split(batch["x"] @ params["qkv"] + params["bias"], 3, -1)
