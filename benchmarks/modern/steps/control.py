@@ -251,6 +251,11 @@ def maml(dtype: str) -> Problem:
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("PPO, shuffled parts in a scan", "PPO", ppo, ("scan of steps", "permutation", "TrainState", "aux")),
     ModernStep("double DQN", "DQN", dqn, ("target network", "argmax", "periodic update", "results by example")),
-    ModernStep("soft actor-critic", "SAC", soft_actor_critic, ("three optimizers", "target network", "vmap", "keys")),
-    ModernStep("MAML", "MAML", maml, ("gradient of a gradient", "vmap")),
+    ModernStep(
+        "soft actor-critic",
+        "SAC",
+        soft_actor_critic,
+        ("splitjax gradient", "three optimizers", "target network", "vmap", "keys"),
+    ),
+    ModernStep("MAML", "MAML", maml, ("splitjax gradient", "gradient of a gradient", "vmap")),
 )

@@ -318,9 +318,19 @@ def consistency_distillation(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("DDPM, U-Net", "U-Net", ddpm_unet, ("convolution", "attention", "ema", "keys", "typed key", "resize")),
-    ModernStep("DiT, adaLN-zero, dropped labels", "DiT", dit, ("scan", "adaLN", "ema", "table", "fused qkv")),
-    ModernStep("rectified flow", "DiT", flow_matching, ("scan", "adaLN", "keys", "decorated gradient")),
-    ModernStep("latent diffusion in NNX", "Stable Diffusion", latent_diffusion, ("NNX", "frozen weights", "keys")),
+    ModernStep(
+        "DiT, adaLN-zero, dropped labels",
+        "DiT",
+        dit,
+        ("table", "splitjax gradient", "scan", "adaLN", "ema", "fused qkv"),
+    ),
+    ModernStep("rectified flow", "DiT", flow_matching, ("table", "scan", "adaLN", "keys", "decorated gradient")),
+    ModernStep(
+        "latent diffusion in NNX",
+        "Stable Diffusion",
+        latent_diffusion,
+        ("table", "splitjax gradient", "NNX", "frozen weights", "keys"),
+    ),
     ModernStep(
         "consistency distillation", "consistency", consistency_distillation, ("ema", "teacher", "keys", "radam")
     ),

@@ -241,8 +241,18 @@ def coupling_flow(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("DCGAN, two optimizers in a step", "GAN", dcgan, ("two optimizers", "transposed convolution", "keys")),
-    ModernStep("WGAN with a gradient penalty", "GAN", wgan_gp, ("two optimizers", "gradient of a gradient", "vmap")),
+    ModernStep(
+        "WGAN with a gradient penalty",
+        "GAN",
+        wgan_gp,
+        ("splitjax gradient", "two optimizers", "gradient of a gradient", "vmap"),
+    ),
     ModernStep("VAE with an annealed divergence", "VAE", vae, ("keys", "schedule by step", "aux")),
     ModernStep("VQ-VAE with a moving codebook", "VQ-VAE", vq_vae, ("argmin", "straight through", "ema", "aux")),
-    ModernStep("RealNVP with mixing", "normalising flow", coupling_flow, ("slogdet", "clip", "plain dicts")),
+    ModernStep(
+        "RealNVP with mixing",
+        "normalising flow",
+        coupling_flow,
+        ("splitjax gradient", "slogdet", "clip", "plain dicts"),
+    ),
 )

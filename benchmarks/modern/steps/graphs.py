@@ -218,9 +218,13 @@ def egnn(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("GCN on one graph", "graph network", gcn, ("segment_sum", "mask", "dims of their own")),
-    ModernStep("GAT on one graph", "graph network", gat, ("segment softmax", "mask", "dims of their own")),
+    ModernStep(
+        "GAT on one graph", "graph network", gat, ("splitjax gradient", "segment softmax", "mask", "dims of their own")
+    ),
     ModernStep(
         "message passing over padded graphs", "graph network", message_passing, ("segment_max", "ema", "padding")
     ),
-    ModernStep("EGNN with forces", "graph network", egnn, ("vmap", "gradient of a gradient", "table")),
+    ModernStep(
+        "EGNN with forces", "graph network", egnn, ("table", "splitjax gradient", "vmap", "gradient of a gradient")
+    ),
 )

@@ -247,7 +247,7 @@ def neural_ode(dtype: str) -> Problem:
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("NeRF", "NeRF", nerf, ("cumprod", "positional encoding", "typed key", "aux")),
     ModernStep("PINN of Burgers' equation", "PINN", pinn, ("gradient of a gradient", "jvp", "dims of their own")),
-    ModernStep("DeepONet with a Laplacian", "DeepONet", deeponet, ("hessian", "vmap")),
-    ModernStep("Fourier neural operator", "FNO", fourier_operator, ("fft", "complex numbers")),
-    ModernStep("neural ODE", "neural ODE", neural_ode, ("scan", "remat", "mask")),
+    ModernStep("DeepONet with a Laplacian", "DeepONet", deeponet, ("splitjax gradient", "hessian", "vmap")),
+    ModernStep("Fourier neural operator", "FNO", fourier_operator, ("splitjax gradient", "fft", "complex numbers")),
+    ModernStep("neural ODE", "neural ODE", neural_ode, ("splitjax gradient", "scan", "remat", "mask")),
 )

@@ -85,7 +85,7 @@ def deepfm(dtype: str) -> Problem:
     draw = lambda: {"ids": drawn.integers(32, 16, 8), "clicked": drawn.integers(2, 16).astype(dtype)}
     batches = tuple(draw() for _ in range(2))
     params = drawn.linen(model, batches[0]["ids"])["params"]
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.lion(1e-4))
 
     def train_step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -146,7 +146,12 @@ def two_towers(dtype: str) -> Problem:
 
 
 STEPS: tuple[ModernStep, ...] = (
-    ModernStep("DLRM", "DLRM", dlrm, ("tables", "adagrad", "multi_transform", "pairs")),
-    ModernStep("DeepFM", "DeepFM", deepfm, ("table", "TrainState", "aux")),
-    ModernStep("two towers, sampled softmax", "recommender", two_towers, ("tables", "negatives in the batch", "bags")),
+    ModernStep("DLRM", "DLRM", dlrm, ("table", "splitjax gradient", "adagrad", "multi_transform", "pairs")),
+    ModernStep("DeepFM", "DeepFM", deepfm, ("table", "TrainState", "aux", "lion")),
+    ModernStep(
+        "two towers, sampled softmax",
+        "recommender",
+        two_towers,
+        ("table", "splitjax gradient", "negatives in the batch", "bags"),
+    ),
 )

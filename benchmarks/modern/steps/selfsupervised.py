@@ -287,8 +287,15 @@ def byol(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("MAE", "MAE", mae, ("argsort", "take_along_axis", "mask", "keys", "attention")),
-    ModernStep("DINO, large and small crops", "DINO", dino, ("ema", "attention", "fused qkv", "views")),
+    ModernStep(
+        "DINO, large and small crops", "DINO", dino, ("splitjax gradient", "ema", "attention", "fused qkv", "views")
+    ),
     ModernStep("SimCLR", "SimCLR", simclr, ("negatives in the batch", "lars", "aux", "attention")),
-    ModernStep("CLIP, two towers", "CLIP", clip, ("negatives in the batch", "TrainState", "table", "attention")),
+    ModernStep(
+        "CLIP, two towers",
+        "CLIP",
+        clip,
+        ("table", "splitjax gradient", "negatives in the batch", "TrainState", "attention"),
+    ),
     ModernStep("BYOL", "BYOL", byol, ("ema", "batch norm", "views", "attention")),
 )

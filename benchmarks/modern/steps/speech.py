@@ -158,5 +158,10 @@ def whisper(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("Conformer with CTC", "Conformer", conformer, ("ctc", "depthwise convolution", "batch norm", "dropout")),
-    ModernStep("Whisper", "Whisper", whisper, ("encoder and decoder", "tied head", "convolution", "keys", "mask")),
+    ModernStep(
+        "Whisper",
+        "Whisper",
+        whisper,
+        ("table", "splitjax gradient", "encoder and decoder", "tied head", "convolution", "keys", "mask"),
+    ),
 )

@@ -156,7 +156,9 @@ def mlp_mixer(dtype: str) -> Problem:
     drawn = Drawn.of(dtype, 3)
     model, batches = Mixer(), _batches(drawn)
     state = TrainState.create(
-        apply_fn=model.apply, params=drawn.linen(model, batches[0]["image"])["params"], tx=optax.lion(1e-4, weight_decay=1e-2)
+        apply_fn=model.apply,
+        params=drawn.linen(model, batches[0]["image"])["params"],
+        tx=optax.adamw(1e-3, nesterov=True),
     )
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -342,11 +344,26 @@ def efficientnet(dtype: str) -> Problem:
 
 STEPS: tuple[ModernStep, ...] = (
     ModernStep("ViT with a class token", "ViT", vit_with_class_token, ("attention", "TrainState", "aux", "clip")),
-    ModernStep("ViT, scanned and rematerialised", "ViT", vit_scanned, ("scan", "remat", "fused qkv", "lamb")),
+    ModernStep(
+        "ViT, scanned and rematerialised",
+        "ViT",
+        vit_scanned,
+        ("splitjax gradient", "scan", "remat", "fused qkv", "lamb"),
+    ),
     ModernStep("ConvNeXt", "ConvNeXt", convnext, ("depthwise convolution", "stochastic depth", "keys")),
-    ModernStep("MLP-Mixer with mixup", "MLP-Mixer", mlp_mixer, ("transpose", "mixup", "lion", "TrainState")),
-    ModernStep("Swin, shifted windows", "Swin", swin, ("windows", "roll", "position bias", "attention")),
-    ModernStep("ResNet with group norm", "ResNet", resnet_with_group_norm, ("convolution", "group norm", "nesterov")),
+    ModernStep(
+        "MLP-Mixer with mixup",
+        "MLP-Mixer",
+        mlp_mixer,
+        ("splitjax gradient", "transpose", "mixup", "nesterov", "TrainState"),
+    ),
+    ModernStep("Swin, shifted windows", "Swin", swin, ("table", "windows", "roll", "position bias", "attention")),
+    ModernStep(
+        "ResNet with group norm",
+        "ResNet",
+        resnet_with_group_norm,
+        ("splitjax gradient", "convolution", "group norm", "nesterov"),
+    ),
     ModernStep("ResNet with batch norm", "ResNet", resnet_with_batch_norm, ("convolution", "batch norm", "TrainState")),
     ModernStep("EfficientNet in NNX", "EfficientNet", efficientnet, ("NNX", "batch norm", "depthwise convolution")),
 )
