@@ -105,6 +105,15 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
     "house": (Walk("house", (("--imports", "1", "--output", "{output}"), ("--list", "unnamed_arguments"))),),
     "iopddl": (Walk("iopddl", (("{data}/iopddl", "--only", "B", "--share", "0.1", "--json", "{work}/answers.json"),)),),
     "kernels": (Walk("kernels", (("--rows", "1000", "--width", "8", "--repeats", "1"),)),),
+    "modern": (
+        Walk(
+            "modern",
+            (
+                ("--quick", "--output", "{output}"),
+                ("--only", "numbers", "--quick", "--output", "{output}"),
+            ),
+        ),
+    ),
     "mutants": (
         Walk(
             "mutants",

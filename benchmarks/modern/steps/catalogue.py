@@ -7,7 +7,10 @@ import importlib
 from benchmarks.modern.steps.case import ModernStep
 
 # By subject. Each has `STEPS`; a module of the folder that is not here fails a test.
-MODULES = ("decoders", "experts", "sequence", "encoders", "optimizers", "finetuning", "posttraining")
+MODULES = (
+    "decoders", "experts", "sequence", "encoders", "optimizers", "finetuning", "posttraining", "vision",
+    "selfsupervised", "diffusion", "generative", "speech", "recommenders", "graphs", "physics", "control",
+)  # fmt: skip
 
 
 def every_step() -> tuple[ModernStep, ...]:
