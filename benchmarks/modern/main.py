@@ -96,12 +96,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--step", action="append", metavar="NAME", help="of `numbers`; can be given again")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, of `numbers`")
+    parser.add_argument(
+        "--work", type=pathlib.Path, help="where `numbers` keeps outcomes, so that a run that was ended goes on"
+    )
     options = parser.parse_args(argv)
     virtual_devices()
     if options.only == "numbers":
         from benchmarks.modern import numbers
 
-        return numbers.run(options.step, options.quick, options.output, options.jobs)
+        return numbers.run(options.step, options.quick, options.output, options.jobs, options.work)
     output = options.output or RESULTS
     if options.only:
         return large.run(options.case, output)

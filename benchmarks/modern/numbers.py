@@ -26,13 +26,15 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks._common import RESULTS, write_stored
+from benchmarks import machine
+from benchmarks._common import RESULTS, virtual_devices, write_stored
 from benchmarks.modern.cells import Cell, covering
 from benchmarks.modern.comparing import RAISED, SAME, Outcome
 from benchmarks.modern.numbers_page import PAGE, page_lines, passes
@@ -46,11 +48,18 @@ QUICK = ("LoRA", "Mixtral, capacity")
 QUICK_CELLS = 3  # of each
 
 
-def run(names: Sequence[str] | None, quick: bool, folder: pathlib.Path | None, jobs: int = 2) -> int:
+def run(
+    names: Sequence[str] | None,
+    quick: bool,
+    folder: pathlib.Path | None,
+    jobs: int = 2,
+    work: pathlib.Path | None = None,
+) -> int:
     """Compares steps with one device, and returns 1 where one does not pass everywhere, 2 for an unknown name.
 
     **Arguments:** `names`: of steps; None for all. `quick`: those of `QUICK`, in few cells. `folder`: of the page,
-    which otherwise is written by a whole run alone. `jobs`: processes at once."""
+    which otherwise is written by a whole run alone. `jobs`: processes at once. `work`: a folder where outcomes are kept
+    by commit, so that a run that was ended goes on where it was."""
     steps = {step.name: step for step in every_step()}
     if unknown := [name for name in names or () if name not in steps]:
         print(f"error: there is no step {unknown[0]!r}\n  remedy: name one of {'; '.join(steps)}", file=sys.stderr)
@@ -60,17 +69,15 @@ def run(names: Sequence[str] | None, quick: bool, folder: pathlib.Path | None, j
     if quick:
         cells = {name: each[-QUICK_CELLS:] for name, each in cells.items()}
     outcomes: list[Outcome] = []
+    kept = None if work is None else work / machine.this_commit().replace(" ", "_")
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(lambda step: _compared(step, cells[step.name]), chosen):
+        for found in pool.map(lambda step: _compared(step, cells[step.name], kept), chosen):
             outcomes += found
     whole = not names and not quick
     rows = [_row(step, [each for each in outcomes if each.step == step.name]) for step in chosen]
     passed = sum(map(passes, rows))
     print(f"{passed} of {len(chosen)} steps pass everywhere", flush=True)
     if whole or folder is not None:
-        from benchmarks import machine
-        from benchmarks._common import virtual_devices
-
         virtual_devices()
         command = f"python -m benchmarks modern --only numbers{' --quick' if quick else ''}"
         stored = {"header": machine.header(machine.this_machine(), command).rstrip(), "steps": rows}
@@ -88,13 +95,23 @@ def _row(step: ModernStep, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {**about, "has": list(step.has), "cells": cells}
 
 
-def _compared(step: ModernStep, cells: Sequence[Cell]) -> list[Outcome]:
+def _compared(step: ModernStep, cells: Sequence[Cell], kept: pathlib.Path | None = None) -> list[Outcome]:
     """Compares the cells of a step in processes of their own: where one ends early, another goes on behind the cell
-    that ended it. Where one device has no numbers to compare with, every cell has that error."""
+    that ended it. Where one device has no numbers to compare with, every cell has that error. `kept`: a folder with
+    what was compared before, a line for each cell."""
     found: list[Outcome] = []
+    file = None if kept is None else kept / f"{re.sub('[^A-Za-z0-9]+', '_', step.name)}.jsonl"
+    if file is not None and file.is_file():
+        found += [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        if [outcome.cell for outcome in found] != list(cells[: len(found)]):
+            raise ValueError(f"{file} is of other cells: give another folder")
 
     def keep(outcome: Outcome) -> None:
         found.append(outcome)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
         _show(step, outcome)
 
     while len(found) < len(cells):
@@ -153,6 +170,9 @@ def _environment() -> dict[str, str]:
     """Variables of the processes: eight devices, and a compiler that takes half the time, since LLVM's optimisations
     come behind all that is compared here."""
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
+    # On a busy machine devices may have to wait for each other for longer than XLA thinks that they should.
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=280"
+    flags += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=200"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     # Steps in flight on virtual devices can take all threads of their pool, without NPROC, and wait for each other

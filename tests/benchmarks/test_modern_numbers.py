@@ -123,7 +123,7 @@ def test_distances_are_relative_above_one_and_infinite_for_other_shapes_and_no_n
     assert distance(np.array([1j]), np.array([0.0])) == 1
 
 
-def test_where_a_process_ends_another_goes_on_behind_its_cell(monkeypatch, capsys):
+def test_where_a_process_ends_another_goes_on_behind_its_cell(monkeypatch, tmp_path):
     cells = [dataclasses.replace(CELL, axes=axes, rules=rules) for axes in AXIS_TYPES for rules in ("fsdp", "megatron")]
     asked = []
 
@@ -136,9 +136,15 @@ def test_where_a_process_ends_another_goes_on_behind_its_cell(monkeypatch, capsy
             yield from ({**dataclasses.asdict(cell), "status": SAME} for cell in left)
 
     monkeypatch.setattr(numbers, "_ask", ask)
-    found = numbers._compared(STEP, cells)
+    found = numbers._compared(STEP, cells, tmp_path)
     assert [outcome.status for outcome in found] == [SAME, RAISED, SAME, SAME] and asked == [4, 2]
     assert [outcome.cell for outcome in found] == cells and found[1].text == "exit status -11"
+    assert numbers._compared(STEP, cells, tmp_path) == found and asked == [4, 2]  # what is kept is not compared again
+    (file,) = tmp_path.iterdir()
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    assert numbers._compared(STEP, cells, tmp_path) == found and asked == [4, 2, 1]
+    with pytest.raises(ValueError, match="other cells"):
+        numbers._compared(STEP, cells[1:], tmp_path)
     monkeypatch.setattr(numbers, "_ask", lambda step, left: iter([{"broken": "on one device: no"}]))
     assert {outcome.status for outcome in numbers._compared(STEP, cells)} == {RAISED}
 
