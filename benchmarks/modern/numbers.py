@@ -43,7 +43,7 @@ from benchmarks.modern.steps.case import ModernStep
 from benchmarks.modern.steps.catalogue import every_step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 300.0  # of a cell: many times what any takes alone
+LIMIT_SECONDS = 900.0  # of a cell by the clock: many times what any takes, even on a busy machine
 QUICK = ("LoRA", "Mixtral, capacity")
 QUICK_CELLS = 3  # of each
 
@@ -171,8 +171,8 @@ def _environment() -> dict[str, str]:
     come behind all that is compared here."""
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
     # On a busy machine devices may have to wait for each other for longer than XLA thinks that they should.
-    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=280"
-    flags += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=200"
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    flags += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     # Steps in flight on virtual devices can take all threads of their pool, without NPROC, and wait for each other
