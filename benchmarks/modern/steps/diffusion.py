@@ -202,10 +202,10 @@ def flow_matching(dtype: str) -> Problem:
 class LatentDenoiser(nnx.Module):
     """A perceptron over latents, with cross attention to a caption's embeddings."""
 
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, dtype: str, rngs: nnx.Rngs):
         self.time = nnx.Linear(32, WIDTH, rngs=rngs)
         self.into = nnx.Linear(8, WIDTH, rngs=rngs)
-        self.words = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.words = nnx.Embed(64, WIDTH, dtype=dtype, rngs=rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attend = nnx.MultiHeadAttention(num_heads=4, in_features=WIDTH, decode=False, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
@@ -231,7 +231,7 @@ def latent_diffusion(dtype: str) -> Problem:
     """A frozen encoder in the state, of which no gradient is taken, and a denoiser that is NNX, split and merged."""
     drawn = Drawn.of(dtype, 63)
     encoder = Encoder()
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: LatentDenoiser(nnx.Rngs(0))), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: LatentDenoiser(dtype, nnx.Rngs(0))), nnx.Param, ...)
     params, rest = drawn.weights(params), jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rest)
     draw = lambda: {"image": drawn.normal(16, 16, 16, 3), "caption": drawn.integers(64, 16, 6)}
     batches = tuple(draw() for _ in range(2))

@@ -252,7 +252,7 @@ def byol(dtype: str) -> Problem:
     draw = lambda: {"views": drawn.normal(16, 2, 16, 16, 3)}
     batches = tuple(draw() for _ in range(2))
     variables = drawn.linen(model, batches[0]["views"][:, 0])
-    tx = optax.adam(1e-3)
+    tx = optax.adam(3e-4, eps=1e-6)
     state = {
         "online": variables["params"],
         "target": jax.tree.map(np.copy, variables["params"]),

@@ -256,7 +256,9 @@ def _equation(
     kind = _REBUILT.get(eqn.primitive.name)
     if kind is not None and (site in layout.sites.inside or site in layout.sites.saved or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout
-        run = lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, copies)
+        # What is gathered in the body of a loop or a branch is a value of that body alone.
+        own = lambda: dict(copies) if copies is not None and kind is not CallKind.INLINE else copies
+        run = lambda jaxpr, body, operands: _run(inner, jaxpr, operands, (*site, body), hooks, own())
         if site in layout.sites.saved:
             again = lambda operands: run(eqn.params["jaxpr"], 0, operands)
             results = evaluate_saved(layout.sites.saved[site], eqn, values, layout.where.here(), again)

@@ -109,3 +109,22 @@ def test_what_is_sent_is_what_was_planned(case):
         assert not any(one.op == "all_gather" and one.layer == "d1" for one in plan.collectives)
     if case.startswith("one crossing"):
         assert sum(one.op == "reduce_scatter" for one in plan.collectives) == 1
+
+
+def test_what_a_loop_gathers_of_a_value_from_outside_stays_in_the_loop():
+    """A value that layers of a scan read, and a product behind the scan too (what conditions a DiT), is gathered in
+    the loop for the former and outside of it for the latter."""
+
+    def forward(p, x):
+        given = jnp.tanh(x @ p["conv"])
+        layer = lambda h, w: (jnp.tanh(h * (given @ w)), None)
+        h, _ = jax.lax.scan(layer, jnp.ones_like(given), p["layers"])
+        return h * jnp.tanh(given @ p["q"]) @ p["logits"]
+
+    state = params("conv", "q", "logits") | {"layers": params("a")["a"] * jnp.ones((2, 1, 1))}
+    batch = {"x": jax.random.normal(jax.random.key(1), (16, 64)), "y": jnp.arange(16) % 10}
+    want = jax.jit(step_of(forward))(state, batch)
+    step = splitjax.parallelize(step_of(forward), mesh={"data": 2, "model": 4}, rules=rules(), donate=False)
+    specs = {leaf.path: leaf.spec for leaf in step.plan(state, batch).leaves}
+    assert all("model" in str(spec) for path, spec in specs.items() if path in ("layers", "q"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(state, batch), want)
