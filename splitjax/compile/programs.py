@@ -19,8 +19,8 @@ from splitjax import _compat
 from splitjax.compile.kept import kept
 from splitjax.mesh import inside_mesh, platform_of, with_devices
 from splitjax.plan import Plan
+from splitjax.planning.sites.gradients import updated_in_parts
 from splitjax.planning.sites.layout import named_sharding, shardings_of
-from splitjax.planning.sites.scatter import updated_in_parts
 from splitjax.step.arguments import Bound, bind
 from splitjax.step.positions import ArgumentRoles
 

@@ -20,6 +20,7 @@ from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.dealing import deal_notes, derive_deals
 from splitjax.planning.sites.exchange import derive_exchanges, weight_uses
 from splitjax.planning.sites.experts import derive_travels, expert_notes, pin_experts
+from splitjax.planning.sites.gradients import pin_gradients
 from splitjax.planning.sites.grids import derive_grids
 from splitjax.planning.sites.joined_outputs import pin_joined_outputs
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
@@ -34,7 +35,7 @@ from splitjax.planning.sites.remedies import (
     rewritten_sites,
 )
 from splitjax.planning.sites.row_inputs import pin_row_inputs, with_row_inputs
-from splitjax.planning.sites.scatter import derive_scatters, pin_gradients
+from splitjax.planning.sites.scatter import derive_scatters
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.planning.sites.shared_heads import pin_shared_heads, shared_notes
 from splitjax.planning.sites.turns import derive_turns

@@ -32,7 +32,7 @@ from splitjax.mesh import MeshShape
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout, StepLayout, named_sharding
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.remedies import whole_inside
-from splitjax.planning.sites.scatter import Summed
+from splitjax.planning.sites.spreads import Summed
 from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import BOUNDARY, CALLS, CallKind, call_body, names

@@ -31,7 +31,9 @@ from splitjax.lower.products.local_convolution import evaluate_local, is_whole
 from splitjax.mesh import MeshShape
 from splitjax.planning.sites.layout import named_sharding
 from splitjax.planning.sites.mesh_context import MeshContext
-from splitjax.planning.sites.scatter import Parts, Scatter, Summed
+from splitjax.planning.sites.parts import Parts
+from splitjax.planning.sites.scatter import Scatter
+from splitjax.planning.sites.spreads import Summed
 
 
 @dataclasses.dataclass(frozen=True)

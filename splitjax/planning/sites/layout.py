@@ -23,7 +23,8 @@ from splitjax.planning.sites.exchange import Exchange, WeightUse
 from splitjax.planning.sites.experts import Travel
 from splitjax.planning.sites.kernels import LocalKernel
 from splitjax.planning.sites.mesh_context import MeshContext
-from splitjax.planning.sites.scatter import Scatter, Summed
+from splitjax.planning.sites.scatter import Scatter
+from splitjax.planning.sites.spreads import Summed
 from splitjax.planning.sites.turns import LocalTurns
 from splitjax.primitives.walk import Site
 

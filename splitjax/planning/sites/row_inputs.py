@@ -18,7 +18,8 @@ from splitjax.cost.flow import WeightFlow, linked
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.planning.sites.constraints import FREE, contracted_entries
 from splitjax.planning.sites.exchange import Exchange
-from splitjax.planning.sites.scatter import Scatter, Summed
+from splitjax.planning.sites.scatter import Scatter
+from splitjax.planning.sites.spreads import Summed
 from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph
 

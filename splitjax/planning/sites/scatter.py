@@ -8,31 +8,27 @@ bytes, and the whole sum in memory. So a product with such a weight is evaluated
 derivative (`scattering.py`), in which each device's summand leaves by a reduce-scatter as it appears. Products that are
 exchanges already (`exchange.py`) sum the copies of their shards likewise.
 
-Biases and scales are laid along the examples in the same way. What else reads a parameter (recurrent weights, whose
-summands a loop adds up before they are sent) has its gradient pinned where it leaves the boundary, and XLA decides.
+Biases and scales are laid along the examples in the same way (`spreads.py`). What else reads a parameter (recurrent
+weights, whose summands a loop adds up before they are sent) has its gradient pinned where it leaves the boundary
+(`gradients.py`), and XLA decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from splitjax import _compat
 from splitjax.cost.flow import WeightFlow, used_axes
 from splitjax.mesh import MeshShape
-from splitjax.plan import Constraint, LeafPlan, Spec, spec_axes
-from splitjax.planning.sites.exchange import STAY, Exchange
+from splitjax.plan import LeafPlan, Spec
+from splitjax.planning.sites.exchange import Exchange
 from splitjax.planning.sites.experts import Travel
-from splitjax.planning.sites.sharded_dims import ShardedDims
+from splitjax.planning.sites.parts import Parts, gained_dims, gradient_gains, read_once, split_dims
+from splitjax.planning.sites.spreads import Summed, derive_spreads
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
-from splitjax.rules.match import whole_dims
 from splitjax.trace.graph import Dim, Graph, Use
-
-# dims of the weight operand, each with the axes that its gradient gains
-Parts = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,28 +76,6 @@ class Scatter:
         own."""
         check = _FITS.get(eqn.primitive.name)
         return check is not None and len(eqn.outvars) == 1 and check(self, eqn)
-
-
-@dataclasses.dataclass(frozen=True)
-class Summed:
-    """Describes an elementwise operation in which a bias or scale meets the examples, and whose gradient is summed into
-    parts.
-
-    - `site`: of the operation's equation. `layer`: the layer whose bias or scale it is.
-    - `operand`: the operand position of the bias or scale.
-    - `axes`: the mesh axes over which the examples are split.
-    - `example_dim`: of the result.
-    - `parts`: dims of the operand along which its gradient is cut, with the axes.
-    - `kept`: dims of the operand that other axes split, as the rules have them.
-    """
-
-    site: tuple[int, ...]
-    layer: str
-    operand: int
-    axes: tuple[str, ...]
-    example_dim: int
-    parts: Parts
-    kept: Parts
 
 
 def derive_scatters(
@@ -163,100 +137,6 @@ def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], re
         return ()
     used = used_axes(leaf, mesh, batch_axes, replicated_batch)
     return tuple(axis for axis in leaf.axes if axis in mesh.wide and axis in batch_axes and axis not in used)
-
-
-def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims) -> tuple[Constraint, ...]:
-    """Returns constraints on the results of the boundaries of `graph`, which pin every gradient of `leaves` that is
-    split to its parts. Gradients of whole heads that devices share are pinned whole: XLA would update each state leaf
-    in parts otherwise (`sharded`: what the plan splits), and gather all of them."""
-    planned = {leaf.path: leaf for leaf in leaves}
-    pins: list[Constraint] = []
-    for gradient in graph.gradients:
-        leaf = planned.get(gradient.param)
-        if leaf is None or gradient.shape != leaf.shape:
-            continue
-        if leaf.gradient is not None:
-            why = "sharded state: a part of the gradient"
-            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
-        elif graph.inside_heads and _shares_heads(graph, leaf, sharded):
-            why = "heads that devices share: the whole gradient"
-            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
-    return tuple(pins)
-
-
-def _shares_heads(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:
-    """Tells whether a parameter has a dim of heads that it keeps whole, while others split the same dim."""
-    dims = graph.leaf(leaf.path).dims
-    with_heads = [
-        (dim, atoms) for dim, atoms in enumerate(dims) if {graph.local[atom] for atom in atoms} & graph.inside_heads
-    ]
-    return any(
-        graph.local[atoms[0]] not in graph.inside_heads
-        and bool(set(sharded.in_boundaries.get(graph.local[atoms[0]], ())) - set(leaf.axes_by_dim[dim]))
-        for dim, atoms in with_heads
-    )
-
-
-def derive_spreads(
-    graph: Graph,
-    leaves: Sequence[LeafPlan],
-    mesh: MeshShape,
-    batch_axes: tuple[str, ...],
-    exchanges: Sequence[Exchange],
-) -> tuple[Summed, ...]:
-    """Derives the biases and scales whose gradient is summed into parts.
-
-    `graph`, `leaves`, `mesh`, `batch_axes` and `exchanges` are those of `derive_scatters`. It is known how the examples
-    lie before the first split layer, over all batch axes, and within a layer split by columns, over the axes that it
-    leaves; biases and scales elsewhere are left to XLA.
-    """
-    planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None}
-    split = {leaf.path for leaf in leaves if leaf.role == "param" and set(leaf.axes) & set(batch_axes)}
-    crossings = [use.site for use in graph.uses if use.param in split and not use.backward]
-    columns = {
-        graph.leaf(use.param).layer: exchange
-        for exchange in exchanges
-        if exchange.leave == STAY
-        for use in graph.uses
-        if use.site == exchange.site
-    }
-    sums: list[Summed] = []
-    for spread in graph.spreads:
-        leaf = planned.get(spread.param)
-        if leaf is None or not read_once(graph, spread.dims, leaf, spread.trips):
-            continue
-        own = set(leaf.axes) & set(batch_axes)
-        column = columns.get(graph.leaf(spread.param).layer)
-        if own:
-            axes = column.rest if column is not None and own == set(column.axes) else ()
-        else:
-            axes = batch_axes if all(spread.site < site for site in crossings) else ()
-        parts, kept = gained_dims(graph, spread.dims, leaf, axes), split_dims(graph, spread.dims, leaf, mesh)
-        if axes and parts and kept is not None and spread.num_examples % mesh.size(axes) == 0:
-            sums.append(Summed(spread.site, spread.layer, spread.operand, axes, spread.example_dim, parts, kept))
-    return tuple(sums)
-
-
-def updated_in_parts(
-    jaxpr: _compat.ClosedJaxpr, leaves: Sequence[LeafPlan], matched: Mapping[int, int]
-) -> dict[int, Spec]:
-    """Maps the result positions of new values that devices compute in parts to the parts' specs.
-
-    **Arguments:**
-
-    - `jaxpr`: of the step.
-    - `leaves`: of the plan, by flat argument.
-    - `matched`: flat argument -> position of the result that replaces it.
-
-    Such values are gathered only as they leave the step, so that the update runs where gradient and state are. What is
-    handed through is not gathered.
-    """
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    return {
-        target: gradient
-        for source, target in matched.items()
-        if (gradient := leaves[source].gradient) is not None and inner.outvars[target] not in inner.invars
-    }
 
 
 def _scatter(
@@ -328,67 +208,6 @@ def _kept_in_result(graph: Graph, use: Use, kept: Parts) -> Parts | None:
             return None
         parts += [(place, axes) for place in places]
     return tuple(parts)
-
-
-def gradient_gains(leaf: LeafPlan) -> bool:
-    """Returns whether the gradient of the parameter `leaf` is split further than the parameter."""
-    return set(leaf.gradient_axes) > set(leaf.axes)
-
-
-def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape) -> Parts | None:
-    """Returns the dims of an operand made of a parameter that are split already, each with its axes.
-
-    **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `mesh`: the shape of
-    the mesh. None where a split dim of the parameter is not a dim of the operand. The columns of a weight that is dealt
-    out are split where its shares are, if there are as many devices along their axes.
-    """
-    places = whole_dims(graph, graph.leaf(leaf.path), dims)
-    split = [(dim, axes) for dim, entry in enumerate(leaf.spec) if (axes := mesh.present(spec_axes((entry,))))]
-    for dim, axes in split:
-        share = leading_dim(graph, graph.leaf(leaf.path).dims[dim], dims)
-        if dim not in places and share is not None and graph.atom_sizes[dims[share][0]] == mesh.size(axes):
-            places[dim] = share
-    return None if any(dim not in places for dim, _ in split) else tuple((places[dim], axes) for dim, axes in split)
-
-
-def leading_dim(graph: Graph, dim: Dim, dims: Sequence[Dim]) -> int | None:
-    """Returns the position among `dims`, of an operand, of what is the major part of `dim`, of its parameter; None
-    where there is none, or several."""
-    leading = [graph.local[atom] for atom in dim[:1]]
-    places = [position for position, there in enumerate(dims) if [graph.local[atom] for atom in there] == leading]
-    return places[0] if leading and len(places) == 1 else None
-
-
-def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Sequence[str]) -> Parts:
-    """Returns the dims of an operand made of a parameter along which its gradient gains axes, with these axes.
-
-    **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `summed`: the mesh
-    axes over which the gradient is summed. Nothing where such a dim of the parameter is not a dim of the operand, or an
-    axis is not summed over.
-    """
-    places = whole_dims(graph, graph.leaf(leaf.path), dims)
-    parts = []
-    before = (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec)))
-    for dim, (had, has) in enumerate(zip(before, leaf.gradient or (), strict=False)):
-        gained = tuple(axis for axis in spec_axes((has,)) if axis not in spec_axes((had,)))
-        if gained and (dim not in places or not set(gained) <= set(summed)):
-            return ()
-        if gained:
-            parts.append((places[dim], gained))
-    return tuple(parts)
-
-
-def read_once(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, trips: int) -> bool:
-    """Returns whether an operand made of a parameter is another part of it each time round a loop.
-
-    **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `trips`: how often
-    the operation runs in a step.
-
-    An operand that is read again and again has a summand each time: sent as often, they would cost more than the sum.
-    """
-    return trips == 1 or math.prod(graph.atom_sizes[atom] for dim in dims for atom in dim) * trips <= math.prod(
-        leaf.shape
-    )
 
 
 def _example_dim(graph: Graph, dims: Sequence[Dim]) -> int | None:

@@ -1,0 +1,64 @@
+"""Pins gradients to their parts where they leave a boundary, and says which new values devices compute in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from splitjax import _compat
+from splitjax.plan import Constraint, LeafPlan, Spec
+from splitjax.planning.sites.sharded_dims import ShardedDims
+from splitjax.trace.graph import Graph
+
+
+def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims) -> tuple[Constraint, ...]:
+    """Returns constraints on the results of the boundaries of `graph`, which pin every gradient of `leaves` that is
+    split to its parts. Gradients of whole heads that devices share are pinned whole: XLA would update each state leaf
+    in parts otherwise (`sharded`: what the plan splits), and gather all of them."""
+    planned = {leaf.path: leaf for leaf in leaves}
+    pins: list[Constraint] = []
+    for gradient in graph.gradients:
+        leaf = planned.get(gradient.param)
+        if leaf is None or gradient.shape != leaf.shape:
+            continue
+        if leaf.gradient is not None:
+            why = "sharded state: a part of the gradient"
+            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
+        elif graph.inside_heads and _shares_heads(graph, leaf, sharded):
+            why = "heads that devices share: the whole gradient"
+            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
+    return tuple(pins)
+
+
+def _shares_heads(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:
+    """Tells whether a parameter has a dim of heads that it keeps whole, while others split the same dim."""
+    dims = graph.leaf(leaf.path).dims
+    with_heads = [
+        (dim, atoms) for dim, atoms in enumerate(dims) if {graph.local[atom] for atom in atoms} & graph.inside_heads
+    ]
+    return any(
+        graph.local[atoms[0]] not in graph.inside_heads
+        and bool(set(sharded.in_boundaries.get(graph.local[atoms[0]], ())) - set(leaf.axes_by_dim[dim]))
+        for dim, atoms in with_heads
+    )
+
+
+def updated_in_parts(
+    jaxpr: _compat.ClosedJaxpr, leaves: Sequence[LeafPlan], matched: Mapping[int, int]
+) -> dict[int, Spec]:
+    """Maps the result positions of new values that devices compute in parts to the parts' specs.
+
+    **Arguments:**
+
+    - `jaxpr`: of the step.
+    - `leaves`: of the plan, by flat argument.
+    - `matched`: flat argument -> position of the result that replaces it.
+
+    Such values are gathered only as they leave the step, so that the update runs where gradient and state are. What is
+    handed through is not gathered.
+    """
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    return {
+        target: gradient
+        for source, target in matched.items()
+        if (gradient := leaves[source].gradient) is not None and inner.outvars[target] not in inner.invars
+    }
