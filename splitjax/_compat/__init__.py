@@ -7,6 +7,7 @@ Everything else in splitjax sees jaxprs, equations and JAX's own state through w
 
 from __future__ import annotations
 
+from splitjax._compat.compiled import CPU_DROPS_BARRIERS as CPU_DROPS_BARRIERS
 from splitjax._compat.compiled import is_compile_only as is_compile_only
 from splitjax._compat.compiled import metadata_in_cache_key as metadata_in_cache_key
 from splitjax._compat.compiled import serialized_modules as serialized_modules

@@ -13,6 +13,8 @@ import jax
 
 # Where JAX says, among what it logs for debugging, which program it begins to compile, and which it has compiled.
 _BEGINS, _ENDS = logging.getLogger("jax._src.interpreters.pxla"), logging.getLogger("jax._src.dispatch")
+# Whether XLA's compiler for CPUs drops optimization barriers before it merges equal operations.
+CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 11)
 _NAME = re.compile(r"(?:jit|pjit)\((.*)\)$")
 
 

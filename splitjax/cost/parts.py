@@ -36,8 +36,9 @@ class Manner:
     - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
       value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
     - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
-    - `merges`: whether the compiler gathers once what several rematerialised calls keep of one activation
-      (`cost.saved`), as that for CPUs does.
+    - `drops_barriers`: whether the compiler drops the barriers of rematerialised calls before it merges equal
+      operations, as that for CPUs of JAX before 0.11 does: it gathers once what several calls keep of one activation
+      (`cost.saved`).
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
       they send it: where gradients are taken in microbatches.
     """
@@ -47,7 +48,7 @@ class Manner:
     by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_apart: bool = False
     widens: bool = False
-    merges: bool = False
+    drops_barriers: bool = False
     within: Axes = ()
 
 

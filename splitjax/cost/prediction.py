@@ -122,7 +122,7 @@ class Prediction:
     def _of_saved(self) -> Iterator[Collective]:
         """Yields the collectives of what is kept in parts."""
         for saved in self.saved:
-            if saved.with_earlier and self.manner.merges:
+            if saved.without_barriers or (saved.with_earlier and self.manner.drops_barriers):
                 continue
             events = saved_events(saved, self.manner.widens)
             yield from sent_by(saved.layer, events, self.setting.mesh, self.manner.backward)

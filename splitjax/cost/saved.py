@@ -10,9 +10,10 @@ activation that is kept.
 
 An activation that several calls read (layers side by side, each rematerialised for itself) is gathered once for each
 of them: their backward passes stand apart, and what was gathered for the first would have to be stored whole until the
-last has run, which is what keeping it in parts saves. The compiler for CPUs makes one gather of them all the same: it
-drops the barriers that keep a call's second computation from the first before it merges equal operations
-(`Manner.merges`). In a loop over layers it cannot: the loop hands each call's parts to its backward pass apart.
+last has run, which is what keeping it in parts saves. Barriers keep a call's second computation from the first, and so
+such gathers from each other; of calls without them (`prevent_cse=False`) XLA makes one gather all the same, and of any
+calls where the compiler drops barriers before it merges equal operations (`Manner.drops_barriers`). In a loop over
+layers it cannot: the loop hands each call's parts to its backward pass apart.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class SavedInput:
     - `dim`, `axes`: the dim that is split, and over which axes.
     - `example_dim`, `batch_axes`: the dim of examples, and the axes over which these lie anyway.
     - `whole_bytes`: of what a group of devices has together of it, in all runs of the call.
-    - `dtype`: of the activation. `with_earlier`: as `Saved.with_earlier`.
+    - `dtype`: of the activation. `with_earlier`, `without_barriers`: as of `Saved`.
     """
 
     site: tuple[int, ...]
@@ -48,6 +49,7 @@ class SavedInput:
     whole_bytes: int
     dtype: str
     with_earlier: bool = False
+    without_barriers: bool = False
 
 
 def saved_inputs(
@@ -77,7 +79,7 @@ def _in_parts(graph: Graph, split: frozenset[int], setting: Setting, axes: Axes)
             whole_bytes = math.prod(saved.shape) * itemsize(saved.dtype) * saved.trips // batch_parts
             yield SavedInput(
                 saved.site, saved.operand, saved.layer, free[-1], axes, examples[0], setting.batch_axes, whole_bytes,
-                saved.dtype, saved.with_earlier,
+                saved.dtype, saved.with_earlier, saved.without_barriers,
             )  # fmt: skip
 
 

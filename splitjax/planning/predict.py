@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
+from splitjax._compat import CPU_DROPS_BARRIERS
 from splitjax.cost import LaidOutStep, Manner, Prediction, predict_memory, predict_step, replaced
 from splitjax.plan import Collective, LeafPlan, Memory, PartialPlan, Plan, Spec, SyncPlan
 from splitjax.planning.draft import Draft
@@ -184,7 +185,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         row_bytes_of(draft.tables),
         sums_apart=cpu,
         widens=cpu,
-        merges=cpu,
+        drops_barriers=cpu and CPU_DROPS_BARRIERS,
         within=tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding)),
     )
     return predict_step(step, manner)

@@ -3,7 +3,8 @@
 XLA has no complementary error function: it writes the one of JAX out as a polynomial times exp(-x^2). The derivative of
 erfc asks for exp(-x^2) again, which XLA then finds equal, so that what was computed in the forward pass is stored for
 the backward pass: in a GELU that is not approximated, a second array beside that of erfc
-(`tests/cost/memory/test_bells.py` has the module). Operations come in one by one, in program order.
+(`tests/cost/memory/test_bells.py` has the module). JAX before 0.12 asks for it so; later ones ask for a more precise
+exponential, which XLA keeps apart. Operations come in one by one, in program order.
 """
 
 from __future__ import annotations

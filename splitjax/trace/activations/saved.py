@@ -31,6 +31,7 @@ class Saved:
     - `trips`: how often the call runs per step; each run has an activation of its own.
     - `with_earlier`: whether a call before it reads the same activation, and the backward passes of both are in one
       program: not in loops of their own, which hand each call the activations of all their turns apart.
+    - `without_barriers`: whether that is so of calls with `prevent_cse=False`, this one and one before it.
     """
 
     site: tuple[int, ...]
@@ -41,6 +42,7 @@ class Saved:
     dtype: str
     trips: int
     with_earlier: bool = False
+    without_barriers: bool = False
 
 
 def find_saved(
@@ -62,7 +64,7 @@ def find_saved(
     if not calls:
         return
     made_in = {made: op.loops for op in flat.ops for made in op.outputs}
-    around, read = around_gradients(flat), set[int]()
+    around, read, read_freely = around_gradients(flat), set[int](), set[int]()
     for call in calls:
         layer = next((name for site, name in layers if site[: len(call.site)] == call.site), "")
         for operand, value in enumerate(call.operands):
@@ -75,9 +77,13 @@ def find_saved(
                 and call.operands.count(value) == 1  # else one of the two would be kept whole
             ):
                 shape, dtype = flat.shapes[value], flat.dtypes[value]
+                is_free = not call.eqn.params["prevent_cse"]
                 with_earlier = value in read and around.issuperset(call.loops)
-                yield Saved(call.site, operand, layer, shape, dims, dtype, call.trips, with_earlier)
+                without_barriers = with_earlier and is_free and value in read_freely
+                yield Saved(call.site, operand, layer, shape, dims, dtype, call.trips, with_earlier, without_barriers)
                 read.add(value)
+                if is_free:
+                    read_freely.add(value)
 
 
 def _keeps_operands_alone(call: Rematerialised) -> bool:
