@@ -34,7 +34,7 @@ from splitjax.planning.sites.remedies import (
     reached_suspects,
     rewritten_sites,
 )
-from splitjax.planning.sites.row_inputs import pin_row_inputs, with_row_inputs
+from splitjax.planning.sites.row_inputs import pin_column_inputs, pin_row_inputs, with_row_inputs
 from splitjax.planning.sites.scatter import derive_scatters
 from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.planning.sites.shared_heads import pin_shared_heads, shared_notes
@@ -94,7 +94,7 @@ def constrain(draft: Draft) -> Draft:
             *pin_gradients(graph, layout.leaves, sharded),
         ),
         SiteDecisions(
-            with_row_inputs(products, row_inputs),
+            with_row_inputs(products, (*row_inputs, *pin_column_inputs(graph, chain, layout.leaves))),
             weight_uses(chain, layout.leaves, mesh),
             names={use.site: use.layer for use in graph.uses},
             convolutions=convolutions,

@@ -21,6 +21,7 @@ from splitjax.plan import Collective, Purpose, PurposeKind
 from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
+from splitjax.report.groups import OTHER
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import primitive
 from splitjax.report.subject import BACKWARD, BATCH, FORWARD, GRADIENT, MOVED, SAVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
@@ -213,6 +214,15 @@ def _has_same_size(compiled: Evidence, planned: Collective, step: Step) -> bool:
     return mine > 0 and any(math.isclose(mine * wider, theirs, rel_tol=0.01) for wider in _widths(compiled))
 
 
+def _shares_axes(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both go over some axis together. One that sums examples, over `data`, may carry an array as large
+    as one that is planned over `model`, and is another."""
+    if compiled.collective.axis == OTHER:
+        return True
+    axes_of = lambda names: {name.split(":")[0] for name in names.split("+")}
+    return not axes_of(compiled.collective.axis).isdisjoint(axes_of(planned.axis))
+
+
 def _has_same_axis(compiled: Evidence, planned: Collective, step: Step) -> bool:
     return compiled.collective.axis == planned.axis
 
@@ -277,7 +287,7 @@ _ROUNDS_OF_ACTIVATIONS = (
     (_all(_is_reduction, _is_alike), _nothing),
     (_all(_is_of_heads, _is_alike, _in_layer), _nothing),
     (_all(_is_of_heads, _is_alike), _nothing),
-    (_all(_is_activation, _has_same_size, _in_layer), _nothing),
+    (_all(_is_activation, _has_same_size, _shares_axes, _in_layer), _nothing),
     (_all(_is_activation, _is_alike, _has_layer), _distance),
     (_all(_is_activation, _has_same_size, _has_same_axis, _has_layer, _is_near), _distance),
     (_all(_is_activation, _is_alike, _has_no_layer), _nothing),

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import splitjax
-from benchmarks.corpus.cells import Cell
+from benchmarks.corpus.cells import Cell, Unit
 from benchmarks.corpus.steps import parallel, ready
 from splitjax.plan import Phase, PurposeKind
 from tests.report.programs import narrow
@@ -170,6 +170,20 @@ def test_a_state_that_several_gates_read_is_gathered_once_and_their_cotangents_a
     report = parallel(cell, made).report(*made.arguments)
     gates = [one for one in report.collectives if one.layer.startswith("model/lstm1/cell/h") and one.axis == "model"]
     assert len(gates) == 6 and all(one.planned is not None and not one.differs for one in gates)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "model": 4}], ids=str)
+def test_of_a_recurrence_nothing_is_compiled_that_is_not_planned(library, mesh):
+    """The layer behind it had the states gathered for each of its passes; and sums over examples in the loop, which
+    carry as much as those of cotangents over `model`, were taken for them."""
+    made = ready(Unit("lstm", library, "1"))
+    report = made.parallelize(made.step, mesh=mesh, rules="transformer").report(*made.arguments)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    over_examples = {"data", "data+fsdp"}
+    assert all(
+        (one.axis in over_examples) == (one.planned.axis in over_examples) for one in report.collectives if one.planned
+    )
 
 
 def small_report(loss_fn, params, batch, rule, mesh):

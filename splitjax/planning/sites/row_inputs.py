@@ -1,4 +1,5 @@
-"""Decides where the inputs of row-split products are pinned, so that their cotangents are brought together there.
+"""Decides where the inputs of split products are pinned: of row-split ones, so that their cotangents are brought
+together there, and of column-split ones, so that their features are.
 
 The flows of a step come in (`cost.flow`), `Constraint`s come out. A product whose weight's contracted dim is split over
 `model` takes a part of its input's features, and its backward pass gives each device the cotangent of that part
@@ -7,6 +8,9 @@ that is as it should be. Behind any other the cotangent is needed whole, and the
 itself, XLA keeps the parts for as long as it can: through the mean of a feature map they are broadcast first and
 gathered then, as often as the map has places, once for every layer that made it. Behind another row-split layer they
 reach the gradient of its bias, and the new bias and its moments are computed in parts and gathered one by one.
+
+A column-split product behind another one needs whole features, and so does its weight's gradient. Where both are
+`shard_map`s over the axes of the examples (`lower.products.scattering`), XLA gathers the features for each of them.
 """
 
 from __future__ import annotations
@@ -32,6 +36,23 @@ def pin_row_inputs(graph: Graph, chain: Sequence[WeightFlow], leaves: Sequence[L
     """
     planned = {leaf.path: leaf for leaf in leaves}
     return tuple(pin for flow in chain for pin in _pins(graph, flow, chain, planned[flow.use.param]))
+
+
+def pin_column_inputs(graph: Graph, chain: Sequence[WeightFlow], leaves: Sequence[LeafPlan]) -> tuple[Constraint, ...]:
+    """Returns what pins the inputs of column-split products that columns feed whole in their features, for those of
+    them that pin their data themselves (`Scatter.pins`). The arguments are those of `pin_row_inputs`."""
+    planned = {leaf.path: leaf for leaf in leaves}
+    found = []
+    for flow in chain:
+        use, axes = flow.use, flow.free
+        source = linked(flow.producer, axes, chain) if axes and not flow.recurs else None
+        if source is None or use.data is None or not set(source.free) & set(axes):
+            continue
+        features = contracted_entries(graph, use, planned[use.param].spec)
+        whole = tuple(None if dim in features else FREE for dim in range(len(use.data_dims)))
+        why = f"column-split over {' x '.join(axes)} behind {source.use.layer}: whole features"
+        found.append(Constraint(use.site, use.data, whole, use.layer, why))
+    return tuple(found)
 
 
 def _pins(graph: Graph, flow: WeightFlow, chain: Sequence[WeightFlow], leaf: LeafPlan) -> Iterator[Constraint]:
@@ -63,7 +84,7 @@ def with_row_inputs(
     products: Sequence[Exchange | Scatter | Summed], pins: Sequence[Constraint]
 ) -> tuple[Exchange | Scatter | Summed, ...]:
     """Returns the `products` whose collectives are written out, those that pin their data themselves with what
-    `pin_row_inputs` gave for it (`Scatter.pins`)."""
+    `pin_row_inputs` and `pin_column_inputs` gave for it (`Scatter.pins`)."""
     by_site: dict[Site, tuple[Spec, ...]] = {}
     for pin in pins:
         by_site[pin.site] = (*by_site.get(pin.site, ()), pin.spec)
