@@ -219,3 +219,52 @@ def test_annotations_pin_the_padded_dim():
     assert plan.spec("params/layers_2/kernel") == jax.P("model", None)  # what it meets is padded and split with it
     with pytest.raises(splitjax.errors.PinError, match="does not divide by 4"):
         splitjax.parallelize(step, mesh=MESH, rules="megatron").plan(shapes, shape)
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["maps", "pooled maps"])
+@pytest.mark.parametrize("gradient", [splitjax.value_and_grad, jax.value_and_grad], ids=["boundary", "plain"])
+def test_rows_that_maps_were_flattened_to_are_padded_by_whole_rows_of_the_map(pooled, gradient):
+    """[7, 7, 5] maps make 245 rows, which no 4 devices share: the height is stored as 8, for 280 rows. Maps themselves
+    and images have the sizes that the step knows."""
+    size = 14 if pooled else 7
+    optimizer = optax.adam(1e-2)
+
+    def loss_fn(params, batch):
+        maps = jax.lax.conv_general_dilated(
+            batch["x"], params["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        maps = nn.max_pool(jax.nn.relu(maps), (2, 2), (2, 2)) if pooled else jnp.tanh(maps)
+        hidden = jnp.tanh(maps.reshape(maps.shape[0], -1) @ params["rows"] + params["bias"])
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["last"], batch["y"]).mean()
+
+    def step(state, batch):
+        loss, grads = gradient(loss_fn)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def init(key):
+        shapes = {"conv": (3, 3, 2, 5), "rows": (245, 6), "bias": (6,), "last": (6, 3)}
+        params = {
+            name: jax.random.normal(jax.random.fold_in(key, i), shape) / 4
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def batch(seed):
+        rng = np.random.default_rng(seed)
+        return {"x": rng.normal(size=(8, size, size, 2)), "y": rng.integers(0, 3, 8)}
+
+    rows = splitjax.Rule("rows", path="**rows", shard=[{"in": "model"}])
+    rules = splitjax.RuleSet("rows", (rows, splitjax.Rule("rest", path="**", shard=[])), replicated_batch="data")
+    with X64(True):
+        parallel = splitjax.parallelize(step, mesh=MESH, rules=rules, uneven="pad")
+        state = parallel.init(init, jax.random.key(0), example=(batch(0),))
+        alone, jitted = jax.jit(init)(jax.random.key(0)), jax.jit(step)
+        shapes = padded_shapes(parallel.plan(jax.eval_shape(init, jax.random.key(0)), batch(0)))
+        assert shapes["params/rows"] == ((245, 6), (280, 6)) and len(shapes) == 3  # with two moments
+        for seed in range(3):
+            state, loss = parallel(state, batch(seed))
+            alone, expected = jitted(alone, batch(seed))
+            np.testing.assert_allclose(loss, expected, rtol=1e-10)
+        for own, other in zip(jax.tree.leaves(parallel.logical(state)), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-10)
