@@ -97,9 +97,9 @@ def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
 
 
 def answers(pricing: Pricing, groups: Sequence[Group], mode: Mode, budget_bytes: float, effort: Effort) -> list[Answer]:
-    """Returns the best assignment of `groups` within a budget. Where none is, by the sum, the best without a budget and
-    the best of those that store least: lifetimes may show that they fit after all. Nothing where there is nothing to
-    decide.
+    """Returns the best assignment of `groups` within a budget, with the best of those that store least: what fits by
+    the sum may not by the lifetimes of arrays, and then the least is what is left. Where none fits, the best without a
+    budget in its place: lifetimes may show that it does after all. Nothing where there is nothing to decide.
 
     **Arguments:** `mode`: how the batch of whole layers lies. `budget_bytes`: of a device; infinity without one.
     `effort`: of each search."""
@@ -108,10 +108,12 @@ def answers(pricing: Pricing, groups: Sequence[Group], mode: Mode, budget_bytes:
     base = laid_out(pricing, rule_set(groups, [0] * len(groups), mode))
     problem = _network(pricing, groups, mode, base, changes(pricing, groups, mode, base))
     found = problem.solved(budget_bytes, effort)
-    if found is not None or math.isinf(budget_bytes):
+    if math.isinf(budget_bytes):
         return [] if found is None else [found]
-    both = problem.solved(math.inf, effort), problem.solved(problem.least_bytes, effort)
-    return [each for each in both if each is not None]
+    best, least = found or problem.solved(math.inf, effort), problem.least(effort)
+    if best is not None and least is not None and best.candidate.rules == least.candidate.rules:
+        return [best]
+    return [each for each in (best, least) if each is not None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,24 +133,32 @@ class _Problem:
     least_bytes: float
 
     def solved(self, budget_bytes: float, effort: Effort) -> Answer | None:
-        """Returns the best assignment within a budget; None where none is found."""
-        groups, slack, rounds, proven = self.groups, 0.0, 0, -math.inf
-        while True:
-            limited = _within(self.network, self.least_bytes, budget_bytes - slack)
-            if limited is None:
+        """Returns the best assignment within a budget, predicted as a whole; None where none is found."""
+        slack, proven = 0.0, -math.inf
+        for turn in range(_ROUNDS):
+            found = self._within(budget_bytes - slack, effort)
+            if found is None:
                 return None
-            found = solve(limited, effort=effort)
-            if not found.feasible or found.values is None:
-                return None
-            values = [int(value) for value in found.values]
-            rules = rule_set(groups, values, self.mode)
-            candidate = self.pricing.candidate(rules, laid_out(self.pricing, rules))
             # What is proven under the budget itself; a lowered one forbids more.
-            proven = found.bound if rounds == 0 else proven
-            rounds, over = rounds + 1, candidate.peak_bytes - budget_bytes
-            if over <= 0 or rounds == _ROUNDS:
+            proven = found.bound_seconds if turn == 0 else proven
+            over = found.candidate.peak_bytes - budget_bytes
+            if over <= 0:
                 break
             slack += over
+        return dataclasses.replace(found, bound_seconds=min(proven, found.network_seconds), within_bytes=budget_bytes)
+
+    def least(self, effort: Effort) -> Answer | None:
+        """Returns the best assignment of those that store least, as a sum; None where the search ends before."""
+        return self._within(self.least_bytes, effort)
+
+    def _within(self, sum_bytes: float, effort: Effort) -> Answer | None:
+        """Returns the best assignment that stores at most `sum_bytes`, as a sum; None where none is found."""
+        limited = _within(self.network, self.least_bytes, sum_bytes)
+        found = None if limited is None else solve(limited, effort=effort)
+        if found is None or not found.feasible or found.values is None:
+            return None
+        values = [int(value) for value in found.values]
+        rules = rule_set(self.groups, values, self.mode)
         variables = tuple(
             Variable(
                 group.name,
@@ -156,12 +166,11 @@ class _Problem:
                 tuple(way.name for way in group.ways),
                 group.ways[value].name,
             )
-            for group, value in zip(groups, values, strict=True)
+            for group, value in zip(self.groups, values, strict=True)
         )
-        seconds, bound = self.base_seconds + found.cost, self.base_seconds + proven
-        return Answer(
-            candidate, variables, seconds, min(bound, seconds), found.solver, found.clock_struck, budget_bytes
-        )
+        candidate = self.pricing.candidate(rules, laid_out(self.pricing, rules))
+        seconds, bound = self.base_seconds + found.cost, self.base_seconds + found.bound
+        return Answer(candidate, variables, seconds, min(bound, seconds), found.solver, found.clock_struck, sum_bytes)
 
 
 def changes(
