@@ -289,11 +289,13 @@ def over_budget(
     num_examples: int | None,
     changes: Sequence[Candidate] = (),
     why_whole: str = "",
+    chosen: Sequence[str] = (),
 ) -> BudgetError:
     """Returns the error for a step of which every layout that was found needs more than a budget.
 
     **Arguments:** `smallest`: the one that needs least. `num_examples`: of the batch. `changes`: what fits by options
-    that were not asked for, the fastest first. `why_whole`: why microbatches that were asked for are no candidates."""
+    that were not asked for, the fastest first. `why_whole`: why microbatches that were asked for are no candidates.
+    `chosen`: the options that are left to be chosen, which nobody has to say."""
     least = smallest.needed_bytes
     message = f"no layout that was found fits: the least that a device needs is {bytes_text(least)}, by {smallest.name}"
     if smallest.state_bytes > budget_bytes:
@@ -301,7 +303,7 @@ def over_budget(
     else:
         conflict = f"; {bytes_text(smallest.state_bytes)} of these are states, the rest lives during the step"
     remedies = [f"allow {least} bytes a device", "use more devices"]
-    remedies += [_said(change, smallest) for change in changes]
+    remedies += [_said(change, smallest, chosen) for change in changes]
     fewer = f" than {num_examples} examples at once" if num_examples else ""
     return BudgetError(
         f"{message} on {smallest.mesh}{conflict}" + (f" ({why_whole})" if why_whole else ""),
@@ -311,9 +313,11 @@ def over_budget(
     )
 
 
-def _said(change: Candidate, smallest: Candidate) -> str:
-    """Returns the options with which a `change` of the step fits, in words. `smallest`: what needs least without."""
-    options = [f"{STATE}=True"] if change.shards_state and not smallest.shards_state else []
+def _said(change: Candidate, smallest: Candidate, chosen: Sequence[str]) -> str:
+    """Returns the options with which a `change` of the step fits, in words. `smallest`: what needs least without.
+    `chosen`: the options that are left to be chosen."""
+    shards = change.shards_state and not smallest.shards_state and STATE not in chosen
+    options = [f"{STATE}=True"] if shards else []
     options += [f"{REMAT}={_as_option(change.remat)}"] if change.remat != smallest.remat else []
     options += [f"{MICROBATCHES}={change.microbatches}"] if change.microbatches > smallest.microbatches else []
     return (

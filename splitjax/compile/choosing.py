@@ -152,7 +152,7 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
     if best is None:
         smallest = min(lowered, key=lambda each: each.needed_bytes, default=choice.best)
         changes = _cheapest_changes(places, recipe, choice, lowered, build)
-        raise over_budget(budget, smallest, places.graph.num_examples, changes, _about_parts(choice))
+        raise over_budget(budget, smallest, places.graph.num_examples, changes, _about_parts(choice), choice.also)
     choice = choice.taking(best[0], lowered)
     # Again, with notes that have what was found out of all.
     return places.built(choice, build) if is_timed or choice.also else dataclasses.replace(best[1], choice=choice)

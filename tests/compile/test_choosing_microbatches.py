@@ -117,7 +117,7 @@ def test_an_error_says_with_which_options_it_fits():
     chosen = {**DATA, "microbatches": "auto", "shard_state": False}
     assert "say shard_state=True" not in error_of(**DATA, memory_budget="3MiB").remedy
     said = error_of(**DATA, memory_budget="3MiB").remedy
-    assert "say microbatches=8, with which it fits in 3.0 MiB" in said and "with sharded state" in said
+    assert "say microbatches=8, with which it fits in 2.8 MiB" in said and "with sharded state" in said
     followed = decorated("adam", 8192, **DATA, shard_state=True, microbatches=8)[1]
     assert followed.memory.bound_bytes <= 3 * 2**20
     # Without either it names sharded state where that is enough, and both where that is what it takes.

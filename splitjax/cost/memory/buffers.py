@@ -27,6 +27,11 @@ _COSTLY = frozenset(
 _MOVES = frozenset(
     "transpose transpose_operand transpose_result rev gather dynamic_slice slice pad concatenate".split()
 )
+# Sums and maxima of so many elements are kernels of XLA's library on CPUs (YNNPACK), together with the arithmetic in
+# front of them; what else they read is stored.
+_LIBRARY_ELEMENTS = 32 * 1024
+_LIBRARY_REDUCES = frozenset("reduce_sum reduce_max reduce_min".split())
+_LIBRARY_LOOPS = frozenset("add add_any sub mul div max min neg exp log tanh sqrt rsqrt square integer_pow abs".split())
 # Loops that read parts of their first operand.
 _SLICES = frozenset("slice dynamic_slice split gather".split())
 
@@ -52,14 +57,28 @@ class Step:
     gathers: tuple[Any, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Is where a donated argument was that has been copied: free from the step that copies it until the result is
+    written that takes it over.
+
+    **Attributes:** `copy`, `result`: the buffers of both. `num_bytes`: of either.
+    """
+
+    copy: int
+    result: int
+    num_bytes: int
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Schedule:
     """Holds the steps of a region in program order. `carry`: (buffer before, buffer after) of what a loop hands on;
-    `outputs`: buffers that live to its end."""
+    `outputs`: buffers that live to its end; `places`: what donated arguments leave for others."""
 
     steps: list[Step]
     outputs: list[int]
     carry: list[tuple[int, int]]
+    places: tuple[Place, ...] = ()
 
 
 class Storage:
@@ -134,11 +153,21 @@ class Storage:
             return False
         if self.compiler.weighs_bytes:
             return len(readers) < 2 or self._moves_less(node, len(readers))
+        if node.name not in _LIBRARY_LOOPS and any(map(self._is_library, readers)):
+            return False
         if len(readers) > 1 and node.name in _COSTLY:
             return False
         if node.name in _COSTLY and any(r.name == "broadcast_in_dim" for r in readers):
             return False
         return True
+
+    def _is_library(self, node: Node) -> bool:
+        """Whether a node is a sum or a maximum that a library computes."""
+        if not self.compiler.reduces_by_library or node.name not in _LIBRARY_REDUCES:
+            return False
+        if self.program.itemsizes[node.inputs[0]] != 4:
+            return False
+        return self._elements(node.inputs[0]) >= _LIBRARY_ELEMENTS
 
     def _moves_less(self, node: Node, num_readers: int) -> bool:
         """Whether fewer bytes are moved where every reader of a loop computes it, than where it is stored."""
@@ -202,7 +231,7 @@ class Storage:
                 filled = self.program.bytes_of(node.inputs[0])
                 steps.append(Step("fill", list(read), [], read_bytes=read, filled_bytes=filled))
                 continue
-            is_loop = node.kind in (Kind.LOOP, Kind.PART)
+            is_loop = node.kind in (Kind.LOOP, Kind.PART) and not self._is_library(node)
             read = self._reads(node.inputs, by_loop=is_loop)
             reads = list(read)
             if self._is_cheap_again(node):

@@ -19,6 +19,9 @@ class Compiler:
     - `takes_least`: it tries the orders of three schedulers and takes the one that needs least memory.
     - `stores_zeros`: zeros that are added into and read by loops too are stored, as `cost.memory.zeros` says.
     - `splits_products`: products with few tiles are stored in parts, as `cost.memory.products` says.
+    - `copies_donated`: copies are decided on before steps have an order, as `cost.memory.donating` says.
+    - `reduces_by_library`: sums and maxima of many float32 elements are kernels of a library, which reads stored arrays
+      but for the arithmetic that it does itself.
     """
 
     transposes_operands: bool
@@ -29,9 +32,20 @@ class Compiler:
     takes_least: bool = False
     stores_zeros: bool = False
     splits_products: bool = False
+    copies_donated: bool = False
+    reduces_by_library: bool = False
 
 
-CPU = Compiler(transposes_operands=True, combines_bytes=2**62, reduces_apart=True)
+# What is fused and ordered on a CPU shows in the modules of the cells that `python -m benchmarks planner` does not hold
+# out, and in those of `tests/cost/memory`: copies in `test_donating.py`, the order in `test_orders.py`, and sums of the
+# library in `test_library.py` (`IsReduceOpOffloadedToYnn` in XLA).
+CPU = Compiler(
+    transposes_operands=True,
+    combines_bytes=2**62,
+    reduces_apart=True,
+    copies_donated=True,
+    reduces_by_library=True,
+)
 TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
 # A GPU's products read operands in any order of dims, and XLA joins collectives up to 30 MB there
 # (`xla_gpu_all_reduce_combine_threshold_bytes` and its like). The rest shows in modules that it compiles for an H200

@@ -15,6 +15,7 @@ from typing import Any
 from splitjax import _compat
 from splitjax.cost.memory.buffers import Schedule, Storage
 from splitjax.cost.memory.compilers import compiler_of
+from splitjax.cost.memory.donating import copy_donated
 from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.moments import MemoryTimeline, StoredSpan, passes_of
 from splitjax.cost.memory.products import store_parts
@@ -28,7 +29,7 @@ from splitjax.plan import StoredArray
 
 # By how much temporaries may be beyond the careful simulation: the least that holds for every cell that
 # `python -m benchmarks planner` does not hold out.
-BOUND_FACTOR = 1.305
+BOUND_FACTOR = 1.21
 # The same beyond the most of the three orders that a GPU's compiler tries: 1.003 holds for all of the 24 cells that are
 # not held out, and a tenth is added because they are few.
 BOUND_FACTOR_OF_MOST = 1.1
@@ -160,7 +161,10 @@ def _simulated(placed: PlacedProgram) -> _Simulated:
         store_parts(schedule, storage.sizes, storage.makers, program)
     schedule = combined(schedule, storage.sizes, compiler.combines_bytes, compiler.combines_gathers)
     arguments, outputs = program.body.inputs, program.body.outputs
-    free = {*arguments, *(storage.root_of(outputs[result]) for result in placed.donated)}
+    over = {arguments[each]: storage.root_of(outputs[result]) for result, each in placed.donated.items()}
+    if compiler.copies_donated:
+        copy_donated(schedule, over, program, storage.sizes, storage.makers)
+    free = {*arguments, *over.values()}
     layers = Layers(storage.makers, dict(zip(arguments, placed.paths, strict=False)), placed.layers)
     order = Order.LEAST if compiler.takes_least else Order.DEPTH_FIRST
     return _Simulated(program, storage, schedule, free, layers, order)

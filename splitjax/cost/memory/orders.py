@@ -41,19 +41,21 @@ def depth_first(steps: Sequence[Step], sizes: Mapping[int, int], outputs: Sequen
             num_readers[b] = num_readers.get(b, 0) + 1
     for b in outputs:
         num_readers[b] = num_readers.get(b, 0) + 1
-    rank: list[tuple[int, int]] = []
+    # Those of XLA's module: arguments have their own, and what a step writes beside others is taken out of a tuple.
+    num_instructions = len(num_readers.keys() - writer.keys()) + sum(max(1, len(step.writes)) for step in steps)
+    rank = [(0, 0)] * len(steps)
     total = 0
-    operands: list[list[int]] = []
-    for i, step in enumerate(steps):
+    operands: list[list[int]] = [[] for _ in steps]
+    for i in post_order(steps, outputs):
+        step = steps[i]
         readers = sum(num_readers.get(b, 0) for b in step.writes)
         extra, size = max(readers - 1, 0), sum(sizes[b] for b in step.writes)
         total += size
-        before = list({writer[b]: None for b in step.reads if b in writer and writer[b] < i})
-        operands.append(before)
-        given = {b for b in step.reads if b not in writer}
-        extra += sum(rank[w][0] for w in before) + sum(num_readers[b] - 1 for b in given)
-        size += sum(rank[w][1] for w in before) + sum(sizes.get(b, 0) for b in given)
-        rank.append((min(extra, 2 * len(steps)), min(size, total)))
+        before = list({writer[b]: None for b in step.reads if writer.get(b, i) != i})
+        operands[i] = before
+        extra += sum(rank[w][0] for w in before)
+        size += sum(rank[w][1] for w in before)
+        rank[i] = (min(extra, num_instructions), min(size, total))
     seen, order = [False] * len(steps), []
     roots = sorted({writer[b] for b in outputs if b in writer}, key=rank.__getitem__, reverse=True)
     for root in [*roots, *range(len(steps))]:
@@ -69,6 +71,22 @@ def depth_first(steps: Sequence[Step], sizes: Mapping[int, int], outputs: Sequen
             stack.append((i, True))
             stack.extend((w, False) for w in sorted(operands[i], key=rank.__getitem__) if not seen[w])
     return order
+
+
+def waits(steps: Sequence[Step], bits: Mapping[int, int]) -> list[int]:
+    """Returns by step which others it waits for, directly or through others, as bits. `steps`: none reads what a later
+    one writes. `bits`: by the id of a step that matters, its bit."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    own = [1 << bits[id(step)] if id(step) in bits else 0 for step in steps]
+    found = [0] * len(steps)
+    for i, step in enumerate(steps):
+        needed = 0
+        for b in step.reads:
+            before = writer.get(b, i)
+            if before != i:
+                needed |= found[before] | own[before]
+        found[i] = needed
+    return found
 
 
 def greedy(

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from splitjax.cost.memory.buffers import Schedule, Step
-from splitjax.cost.memory.orders import depth_first, greedy, made_late, post_order
+from splitjax.cost.memory.donating import in_places
+from splitjax.cost.memory.orders import depth_first, greedy, made_late, post_order, waits
 
 Kind = tuple[Any, ...]  # what all-reduces are put together by
 
@@ -26,14 +27,15 @@ def combine(
 ) -> Schedule:
     """Puts all-reduces of one kind together, up to `limit` bytes, as XLA's `CollectiveCombiner` does: it goes through
     the steps from the last to the first of a plain post-order, and closes a group at the first all-reduce of its kind
-    that a member waits for. `kind_of`: of what kind a step is, empty for one that stays as it is."""
+    that a member waits for. What the members read stays in the order of the steps. `kind_of`: of what kind a step is,
+    empty for one that stays as it is."""
     steps = list(schedule.steps)
     bits = {id(step): bit for bit, step in enumerate(step for step in steps if kind_of(step))}
     left = set(bits)
     if len(left) < 2:
         return schedule
     steps = [steps[i] for i in post_order(steps, schedule.outputs)]
-    waits = _waits(steps, bits)
+    needs = waits(steps, bits)
     while left:
         members: list[int] = []
         needed = held = 0
@@ -45,11 +47,11 @@ def combine(
             if members and (needed >> bits[id(step)] & 1 or held + size > limit):
                 break
             members.append(i)
-            needed |= waits[i]
+            needed |= needs[i]
             held += size
         left -= {id(steps[i]) for i in members}
         if len(members) > 1:
-            together = [steps[i] for i in members]
+            together = [steps[i] for i in reversed(members)]
             reads = [b for step in together for b in step.reads]
             writes = [b for step in together for b in step.writes]
             name = "all_reduces" if together[0].combines else together[0].name
@@ -58,24 +60,8 @@ def combine(
             )
             steps = [step for i, step in enumerate(steps) if i not in set(members)] + [one]
             steps = [steps[i] for i in post_order(steps, schedule.outputs)]
-            waits = _waits(steps, bits)
-    return Schedule(steps, schedule.outputs, schedule.carry)
-
-
-def _waits(steps: Sequence[Step], bits: Mapping[int, int]) -> list[int]:
-    """Returns by step which others it waits for, directly or through others, as bits. `steps`: none reads what a later
-    one writes. `bits`: by the id of a step that matters, its bit."""
-    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
-    own = [1 << bits[id(step)] if id(step) in bits else 0 for step in steps]
-    waits = [0] * len(steps)
-    for i, step in enumerate(steps):
-        needed = 0
-        for b in step.reads:
-            before = writer.get(b, i)
-            if before != i:
-                needed |= waits[before] | own[before]
-        waits[i] = needed
-    return waits
+            needs = waits(steps, bits)
+    return Schedule(steps, schedule.outputs, schedule.carry, schedule.places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +150,17 @@ class _Run:
         """Yields for every step in turn (its number, the buffers that are stored while it runs, their bytes, the one
         among them that it writes over, which is not counted in these). The set changes with the next moment."""
         schedule, sizes = self.schedule, self.sizes
-        steps, last = schedule.steps, {}
+        steps, last = schedule.steps, dict[int, int]()
+        first: dict[int, int] = {}
         for place, i in enumerate(self.order):
             last.update(dict.fromkeys(steps[i].reads, place))
             for b in steps[i].writes:
+                first[b] = place
                 last.setdefault(b, place)
         last.update(dict.fromkeys(schedule.outputs, len(self.order)))
+        free = self.free
+        if schedule.places:
+            free = free | in_places(schedule.places, [steps[i] for i in self.order], first, last, sizes)
         ends: dict[int, list[int]] = {}
         for b, place in last.items():
             ends.setdefault(place, []).append(b)
@@ -182,7 +173,7 @@ class _Run:
             before = stored
             for b in step.writes:
                 # What a loop hands on takes the place of what came in, where nothing reads that any more.
-                if b in self.free or b in live or last.get(over.get(b, -1), len(self.order) + 1) <= place:
+                if b in free or b in live or last.get(over.get(b, -1), len(self.order) + 1) <= place:
                     continue
                 live.add(b)
                 stored += sizes[b]

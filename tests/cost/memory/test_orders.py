@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from splitjax.cost.memory.buffers import Schedule, Step
@@ -83,3 +87,44 @@ def test_gathers_that_wait_for_nothing_become_one_where_the_compiler_joins_them(
 @pytest.mark.gpu_aot
 def test_the_compiler_gathers_both_weights_at_once():
     assert re.search(r"f32\[512,512\]\S*, f32\[512,512\]\S*\).* all-gather(-start)?\(", compiled("gathered_weights"))
+
+
+def test_depth_first_is_the_order_of_xlas_scheduler():
+    """The order of a module of many layers as its compiler wrote it down."""
+
+    def step(weights, x):
+        def loss(weights):
+            y, kept = x, []
+            for weight in weights:
+                y = jnp.tanh(y @ weight)
+                kept.append(y)
+            return sum(jnp.mean(each**2) / (number + 2) for number, each in enumerate(kept))
+
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    widths = [64, 256, 32, 512, 128, 64]
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in itertools.pairwise(widths)]
+    lowered = jax.jit(step).lower(weights, jax.ShapeDtypeStruct((16, 64), jnp.float32))
+    module = lowered.compile({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}).as_text()
+    entry = module[module.index("\nENTRY") :]
+    found = re.findall(r"%([\w.-]+) = f32\[([\d,]*)\]\S* ([\w-]+)\(([^)]*)\)", entry)
+    numbers = {name: number for number, (name, *_) in enumerate(found)}
+    reads_of = lambda text: [numbers[each] for each in re.findall(r"%([\w.-]+)", text)]
+    steps = [
+        Step(made_by, reads_of(reads), [numbers[name]])
+        for name, _, made_by, reads in found
+        if made_by not in ("parameter", "constant")
+    ]
+    sizes = {
+        numbers[name]: 0 if made_by == "bitcast" else 4 * math.prod(map(int, filter(None, dims.split(","))))
+        for name, dims, made_by, _ in found
+    }
+    outputs = reads_of(re.search(r"ROOT %[\w.-]+ = \(.*?\) tuple\(([^)]*)\)", entry)[1])
+    assert len(steps) > 25 and len(outputs) == 5
+    # Program order is another: what the compiler was given is not kept.
+    draws = random.Random(0)
+    for _ in range(3):
+        mixed = steps.copy()
+        draws.shuffle(mixed)
+        mixed = [mixed[i] for i in post_order(mixed, outputs)]
+        assert [mixed[i].writes for i in depth_first(mixed, sizes, outputs)] == [each.writes for each in steps]

@@ -55,6 +55,9 @@ def test_all_reduces_that_do_not_wait_for_each_other_become_one():
     )
     assert names(NO_LIMIT) == [("data", 1), ("data", 2), ("model", 1)]
     assert names(7) == [("data", 1), ("data", 1), ("data", 1), ("model", 1)]
+    # The first is first among what the one reads, as in XLA's modules: the order of the steps before follows from it.
+    (one,) = [step for step in combine(Schedule(steps, [4, 5, 6], []), sizes, NO_LIMIT).steps if len(step.writes) == 2]
+    assert one.writes == [4, 5]
 
 
 def test_every_order_writes_before_it_reads_and_loses_no_step():
