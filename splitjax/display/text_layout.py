@@ -6,6 +6,7 @@ their cell, and a table with more columns than fit is continued below itself wit
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import string
@@ -107,15 +108,16 @@ def _blocks(parts: Sequence[Part], width: int) -> list[list[str]]:
 
 
 def _pairs(pairs: Pairs, width: int) -> list[str]:
-    """Titles on the left, and their lines beside them."""
-    indent = max(cell_len(clean(title)) for title, _ in pairs.entries) + len(_GAP)
+    """Titles on the left, in half of the `width` at most, and their lines beside them."""
+    longest = max(cell_len(clean(title)) for title, _ in pairs.entries)
+    indent = min(longest, max(width // 2, _MIN_LINE)) + len(_GAP)
     lines = []
     for title, texts in pairs.entries:
-        head = clean(title)
-        for text in texts:
-            for line in wrap(clean(text), max(width - indent, _MIN_LINE)):
-                lines.append(_left(head, indent) + line)
-                head = ""
+        if not texts:
+            continue
+        heads = wrap(clean(title), indent - len(_GAP))
+        beside = [line for text in texts for line in wrap(clean(text), max(width - indent, _MIN_LINE))]
+        lines += [_left(head, indent) + line for head, line in itertools.zip_longest(heads, beside, fillvalue="")]
     return lines
 
 

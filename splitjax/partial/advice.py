@@ -220,7 +220,7 @@ def _check(advice: Advice) -> None:
         )
 
 
-_JSON = Codec(Advice, PartialError, Wording.of_result("an advice", "advice"), format=FORMAT, check=_check)
+_JSON = Codec(Advice, PartialError, Wording.of_result("an advice", "advice"), format=FORMAT, check=_check, finite=True)
 
 
 def compute_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:

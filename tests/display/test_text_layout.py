@@ -40,6 +40,14 @@ def test_parts_stand_apart_and_the_verdict_comes_last():
     assert section.split("\n")[0] == "section" and pairs == "one  first\n     second\ntwo  third"
 
 
+def test_a_long_title_takes_half_of_the_width_and_no_more_lines_than_its_text():
+    title, text = "a" * 90, "beside " * 40
+    made = render(Document("", (Pairs(((title, (text.strip(),)), ("b", ("short",)))),)), 60).split("\n")
+    assert [line[:30] for line in made[:3]] == ["a" * 30] * 3 and max(map(len, made)) <= 60
+    assert " ".join(line[32:] for line in made[:-1]).split() == text.split()
+    assert made[-1] == "b" + " " * 31 + "short"
+
+
 def test_what_is_empty_is_not_shown():
     empty = (Table(COLUMNS, ()), Pairs(()), Paragraph(""), Matrix((), ()))
     assert render(Document("title", (*empty, Section("section", empty))), 80) == "title"

@@ -98,7 +98,7 @@ def rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
 def layer_rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
     """Returns the cells of the layers of `advice`, neighbours joined where there are many."""
     stages, whole = advice.stages, sum(stage.backward_seconds for stage in advice.stages)
-    count = -(-len(stages) // _MAX_LAYERS)
+    count = max(-(-len(stages) // _MAX_LAYERS), 1)
     groups = [stages[start : start + count] for start in range(0, len(stages), count)]
     charged = whole + advice.forward_seconds
     noise = sum(stage.noise for stage in stages)
@@ -106,7 +106,8 @@ def layer_rows(advice: Advice) -> tuple[tuple[str, ...], ...]:
     for group in groups:
         seconds, own = sum(stage.backward_seconds for stage in group), sum(stage.noise for stage in group)
         cost = seconds + (advice.forward_seconds if group is groups[-1] else 0.0)
-        relative = own / noise / (cost / charged) if noise and cost else 0.0
+        share = cost / charged if charged else 0.0
+        relative = own / noise / share if noise and share else 0.0
         cells.append(
             (
                 _names(group),
