@@ -72,6 +72,7 @@ def run(names: Sequence[str], budget: Budget, *, nice: int = 0) -> Iterator[Sear
         str(budget.inputs),
         str(budget.seconds),
         str(budget.seed),
+        str(budget.process_inputs),
     ]
     prefix = ["nice", "-n", str(nice)] if nice else []
     with subprocess.Popen(

@@ -35,11 +35,13 @@ _STALE_SECONDS = 7200
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """Says when a search ends: after `inputs`, or `seconds` of processor time, whichever comes first; `seed` decides
-    its chances."""
+    its chances. One that coverage leads begins a process for every `process_inputs`: libFuzzer keeps what a mutator in
+    Python hands it, a kilobyte with every input, and meets the limit of its memory."""
 
     inputs: int
     seconds: float
     seed: int = 0
+    process_inputs: int = 200_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,15 @@ class Search:
     inputs: int
     seconds: float
     defects: tuple[Defect, ...] = ()
+
+
+def joined(first: Search, second: Search) -> Search:
+    """Returns two searches of a parser as one, each defect once."""
+    defects = {each.key: each for each in (*second.defects, *first.defects)}
+    return dataclasses.replace(
+        first, inputs=first.inputs + second.inputs, seconds=first.seconds + second.seconds,
+        defects=tuple(defects.values()),
+    )  # fmt: skip
 
 
 def has_atheris() -> bool:
@@ -107,21 +118,26 @@ def by_chance(parser: Parser, budget: Budget) -> Search:
     return Search(parser.name, "chance", count, time.process_time() - began, tuple(found.values()))
 
 
-def by_coverage(parser: Parser, budget: Budget, report: Callable[[Search], None]) -> NoReturn:
+def by_coverage(
+    parser: Parser, budget: Budget, report: Callable[[Search], None], inputs: pathlib.Path | None = None
+) -> NoReturn:
     """Searches with atheris, in a process of its own that ends with it. `report` is called with the search so far, now
-    and then and at the end."""
+    and then and at the end. `inputs`: the folder with the inputs that earlier processes went on with, to which new ones
+    are added; where it is empty or None, it begins with what is kept and the seeds."""
     import atheris
 
-    corpus = [*kept(parser), *(seed[: parser.max_bytes] for seed in parser.seeds())]
     found: dict[str, Defect] = {}
     draw = random.Random(f"{parser.name} {budget.seed}")
     usual = _longest(parser)
     made = scratch_folder()
-    folder, inputs = pathlib.Path(made.name, "scratch"), pathlib.Path(made.name, "corpus")
+    folder = pathlib.Path(made.name, "scratch")
     folder.mkdir()
-    inputs.mkdir()
-    for number, data in enumerate(corpus):
-        (inputs / f"{number:04}").write_bytes(data)
+    if inputs is None:
+        inputs = pathlib.Path(made.name, "corpus")
+        inputs.mkdir()
+    if not any(inputs.iterdir()):
+        for number, data in enumerate([*kept(parser), *(seed[: parser.max_bytes] for seed in parser.seeds())]):
+            (inputs / f"{number:04}").write_bytes(data)
     state = {"count": 0}
     warnings.simplefilter("ignore")
     limit_memory(_HEADROOM_BYTES)

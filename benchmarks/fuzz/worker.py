@@ -1,6 +1,6 @@
 """The process that tries inputs: loads the parsers with their branches counted, and forks for each of them.
 
-    python -m benchmarks.fuzz.worker INPUTS SECONDS SEED ENGINE NAME...
+    python -m benchmarks.fuzz.worker INPUTS SECONDS SEED PROCESS_INPUTS ENGINE NAME...
 
 prints a JSON object for each parser, when it is done. libFuzzer ends its process, so that each parser has its own; it
 is forked, because to load and instrument everything takes longer than a thousand inputs.
@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import logging
 import os
@@ -20,8 +21,10 @@ import sys
 import tempfile
 
 from benchmarks.fuzz.harness import Defect
-from benchmarks.fuzz.searching import Budget, Search, by_chance, by_coverage, instrumented
+from benchmarks.fuzz.parser import Parser
+from benchmarks.fuzz.searching import Budget, Search, by_chance, by_coverage, instrumented, joined, scratch_folder
 
+_NEXT_SEED = 1_000_003
 # What reads the bytes of inputs in Python: the package, and of the standard library and numpy what it hands them to.
 _COUNTED = (
     "splitjax",
@@ -39,30 +42,44 @@ _COUNTED = (
 
 def main(arguments: list[str]) -> None:
     """Runs the searches that `arguments` name."""
-    inputs, seconds, seed, engine, *names = arguments
-    budget = Budget(int(inputs), float(seconds), int(seed))
+    inputs, seconds, seed, process_inputs, engine, *names = arguments
+    budget = Budget(int(inputs), float(seconds), int(seed), int(process_inputs))
     logging.disable(logging.CRITICAL)
     table = instrumented(_table, _COUNTED if engine == "atheris" else ())
     gc.collect()
     gc.freeze()  # what is loaded stays: collections look through what inputs make alone
     for name in names:
-        parser = table[name]
-        with tempfile.TemporaryDirectory(prefix="fuzz-") as made:
-            result, log = pathlib.Path(made, "result"), pathlib.Path(made, "log")
+        print(json.dumps(_values(_in_turns(table[name], budget, engine))), flush=True)
+
+
+def _in_turns(parser: Parser, budget: Budget, engine: str) -> Search:
+    """Searches in one process after the other, each of which goes on with the inputs of those before."""
+    whole = Search(parser.name, engine, 0, 0.0)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as made, scratch_folder() as corpus:
+        result, log = pathlib.Path(made, "result"), pathlib.Path(made, "log")
+        for turn in itertools.count():
+            most = budget.process_inputs if engine == "atheris" else budget.inputs
+            left = Budget(
+                min(budget.inputs - whole.inputs, most), budget.seconds - whole.seconds, budget.seed + turn * _NEXT_SEED
+            )
+            result.unlink(missing_ok=True)
             child = os.fork()
             if not child:
                 _in_child(log)
                 if engine == "atheris":
-                    by_coverage(parser, budget, functools.partial(_write, result))
-                _write(result, by_chance(parser, budget))
+                    by_coverage(parser, left, functools.partial(_write, result), pathlib.Path(corpus))
+                _write(result, by_chance(parser, left))
                 os._exit(0)
             _, status = os.waitpid(child, 0)
-            search = _read(result) if result.is_file() else Search(name, engine, 0, 0.0)
+            part = _read(result) if result.is_file() else Search(parser.name, engine, 0, 0.0)
+            whole = joined(whole, part)
             if status:
                 last = log.read_text(errors="replace")[-1500:]
-                found = Defect(name, "crash", f"the process ended with {status}", last, b"")
-                search = dataclasses.replace(search, defects=(*search.defects, found))
-            print(json.dumps(_values(search)), flush=True)
+                crash = Defect(parser.name, "crash", f"the process ended with {status}", last, b"")
+                return joined(whole, dataclasses.replace(part, inputs=0, seconds=0.0, defects=(crash,)))
+            if whole.inputs >= budget.inputs or whole.seconds >= budget.seconds or not part.inputs:
+                return whole
+    raise AssertionError("turns end by their budget")
 
 
 def search_of(line: str) -> Search:

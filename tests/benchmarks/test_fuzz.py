@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import random
@@ -10,10 +11,10 @@ import time
 import pytest
 
 from benchmarks.fuzz import main as fuzz
-from benchmarks.fuzz.harness import try_input
+from benchmarks.fuzz.harness import Defect, try_input
 from benchmarks.fuzz.main import run
 from benchmarks.fuzz.parser import Parser
-from benchmarks.fuzz.searching import CORPUS, Budget, Search, by_chance, kept
+from benchmarks.fuzz.searching import CORPUS, Budget, Search, by_chance, joined, kept
 from benchmarks.fuzz.strategies import STRATEGIES, changed
 from benchmarks.fuzz.table import PARSERS
 from splitjax.errors import DataError
@@ -107,6 +108,20 @@ def test_coverage_leads_where_atheris_is_installed():
         ("position", "atheris", NUM_INPUTS),
     ]
     assert not any(search.defects for search in searches)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris (Linux)")
+def test_a_search_goes_on_in_several_processes_and_counts_them_together():
+    (search,) = run(["position"], Budget(NUM_INPUTS, 60.0, process_inputs=300))
+    assert (search.parser, search.engine, search.inputs) == ("position", "atheris", NUM_INPUTS) and not search.defects
+
+
+def test_two_searches_are_one():
+    defect = Defect("rules", "error", "ValueError", "there", b"x")
+    other = dataclasses.replace(defect, place="elsewhere")
+    first, second = Search("rules", "chance", 5, 0.5, (defect,)), Search("rules", "chance", 6, 0.25, (defect, other))
+    whole = joined(first, second)
+    assert (whole.inputs, whole.seconds, len(whole.defects)) == (11, 0.75, 2)
 
 
 def test_a_search_that_dies_is_said(monkeypatch, capsys):
