@@ -37,6 +37,10 @@ class PurposeKind(enum.StrEnum):
     # Of one batch, `Purpose.leaf`.
     TURN_EXAMPLES = "turn_examples"  # gives each device its share of every turn of a loop that the batch is cut into
 
+    # Of one running average of the activations of a batch, `Purpose.leaf`.
+    STATISTIC = "statistic"  # sums a statistic of the batch over the devices that have its examples
+    STATISTIC_COTANGENT = "statistic_cotangent"  # sums the cotangent of what is made of it and meets every example
+
     # Crossings: replicated layers have each worker's own examples, split layers those of the whole group.
     ENTER_COLUMNS = "enter_columns"  # brings the examples of the group to a column-split layer
     RETURN_COLUMNS = "return_columns"  # sums the cotangents of what came by `ENTER_COLUMNS`, onto their workers
@@ -88,6 +92,8 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.DEALT_COLUMNS: "{phase}: columns of {leaf}, which holds several weights, to their devices",
     PurposeKind.DEALT_GRADIENT: "gradient of {leaf}, its columns back to where they are stored",
     PurposeKind.TURN_EXAMPLES: "{phase}: examples of {leaf}, a share of every turn of a loop to each device",
+    PurposeKind.STATISTIC: "{phase}: statistics of the batch for {leaf}",
+    PurposeKind.STATISTIC_COTANGENT: "{phase}: cotangent of the batch's statistics for {leaf}",
     PurposeKind.ENTER_COLUMNS: "{phase}: the group's examples enter a split layer",
     PurposeKind.RETURN_COLUMNS: "{phase}: input cotangents return to their workers",
     PurposeKind.ENTER_ROWS: "{phase}: the group's examples enter a row-split layer",

@@ -19,11 +19,11 @@ bytes (the tests hold the sum of the prediction against this formula):
 An output that no later layer reads stays as it is: the loss is computed where it lies, and what it reduces of split
 columns is sent for each example. Tokens that are sorted by expert for ragged products are gathered as they are picked
 or put. Not predicted: what XLA makes of these products where their weights are not stored in parts
-(`planning.sites.ragged`); and, because small: scalars, norms and batch-norm statistics, ids. What rematerialisation
-repeats is sent once more, in the backward pass. Where the collectives are left to XLA (no gradient boundary, or not a
-plain product: see `planning.sites.exchange`), compilers write an all-reduce for each reduce-scatter (twice the bytes),
-one per cotangent for several layers that read one input (q, k, v) where one of the sum would do, and keep a gathered
-weight from the forward for the backward pass.
+(`planning.sites.ragged`); and, because small: scalars, statistics of norms whose features are split, ids. What
+rematerialisation repeats is sent once more, in the backward pass. Where the collectives are left to XLA (no gradient
+boundary, or not a plain product: see `planning.sites.exchange`), compilers write an all-reduce for each reduce-scatter
+(twice the bytes), one per cotangent for several layers that read one input (q, k, v) where one of the sum would do, and
+keep a gathered weight from the forward for the backward pass.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from splitjax.mesh import MeshShape
 from splitjax.mesh.axis_parts import AxisPart
 from splitjax.plan import Collective, LeafPlan, Phase, Purpose
 from splitjax.plan import PurposeKind as Kind
+from splitjax.trace.activations.statistics import Statistic
+from splitjax.trace.graph import itemsize
 
 _BYTES = {
     "all_reduce": all_reduce_bytes,
@@ -90,6 +92,20 @@ def saved_events(saved: SavedInput, widens: bool) -> Iterator[Event]:
     `use_events`."""
     event = "all_gather", saved.axes, saved.whole_bytes, _backward(Kind.SAVED_INPUT)
     yield from _sent_as((event,), saved.dtype, widens)
+
+
+def statistic_events(statistic: Statistic, leaf: LeafPlan, setting: Setting) -> Iterator[Event]:
+    """Yields what sums a statistic of the batch over the devices that have its examples, and the cotangents of what is
+    made of it and laid along the examples again. `leaf`: the layout of its running average."""
+    mesh = setting.mesh
+    split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
+    axes = tuple(axis for axis in setting.batch_axes if axis in mesh.wide and axis not in split)
+    times, parts = statistic.trips * itemsize(statistic.dtype), mesh.size(split)
+    for purpose, sizes in (
+        (_forward(Kind.STATISTIC, leaf.path), statistic.sums),
+        (_backward(Kind.STATISTIC_COTANGENT, leaf.path), statistic.laid),
+    ):
+        yield from (("all_reduce", axes, times * elements // parts, purpose) for elements in sizes if axes)
 
 
 def _in_turns(event: Event, mesh: MeshShape) -> tuple[Event, ...]:

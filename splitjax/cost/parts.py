@@ -10,7 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from splitjax.cost.collectives import Weight, gradient_events, sent_by, stays_in_group, use_events
+from splitjax.cost.collectives import (
+    Weight,
+    gradient_events,
+    sent_by,
+    statistic_events,
+    stays_in_group,
+    use_events,
+)
 from splitjax.cost.compute import use_split
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
@@ -41,6 +48,8 @@ class Manner:
       (`cost.saved`).
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
       they send it: where gradients are taken in microbatches.
+    - `sums_statistics`: whether statistics of the batch are those of all examples; else each worker has those of its
+      own.
     """
 
     backward: bool = True
@@ -50,6 +59,7 @@ class Manner:
     widens: bool = False
     drops_barriers: bool = False
     within: Axes = ()
+    sums_statistics: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,9 +132,11 @@ class Layout:
 
     def sent_for(self, i: int, weight: Weight | None) -> Sent:
         """Returns what gathers the weight at position `i` and sums its gradient; of a batch, what gives devices their
-        shares of every turn that it is cut into; nothing for other leaves."""
+        shares of every turn that it is cut into; of a running average, what sums the batch's; nothing for other
+        leaves."""
         if weight is None:
-            return self._sent_for_turns(self.leaves[i])
+            leaf = self.leaves[i]
+            return self._sent_for_statistic(leaf) if leaf.role == "statistic" else self._sent_for_turns(leaf)
         structure, path = self.structure, weight.leaf.path
         # In a loop around the gradient all of it is sent in every turn.
         turns = structure.graph.leaves[structure.position[path]].turns
@@ -163,7 +175,7 @@ class Layout:
         """Tells whether what `weight` says of the leaf at position `i` is `known`, which is what it says of that leaf
         under some layout of this step."""
         if known is None:
-            return True
+            return self.leaves[i].role != "statistic"
         structure, path = self.structure, known.leaf.path
         states, uses = structure.states_of.get(path, ()), structure.uses_of.get(path, ())
         return (
@@ -180,6 +192,14 @@ class Layout:
         turned = (each for each in structure.graph.turned if each.leaf == leaf.path)
         events = ((*event, purpose) for each in turned for event in sent_for_turns(each, leaf, mesh))
         return sent_by(leaf.path, events, mesh, self.manner.backward)
+
+    def _sent_for_statistic(self, leaf: LeafPlan) -> Sent:
+        structure, mesh, manner = self.structure, self.setting.mesh, self.manner
+        statistic = structure.statistics.get(leaf.path) if manner.sums_statistics else None
+        if statistic is None:
+            return ()
+        events = statistic_events(statistic, leaf, self.setting)
+        return sent_by(structure.names.get(leaf.path, leaf.path), events, mesh, manner.backward)
 
     def _dealt(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:
         """Yields, for each round in which columns of a parameter are dealt out, the axes, the bytes that a device

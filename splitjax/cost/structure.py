@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from splitjax.cost.use_links import UseLinks, link_uses, reads_ids
 from splitjax.plan import LayerPlan
+from splitjax.trace.activations.statistics import Statistic
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.graph import Graph, Use, itemsize
 
@@ -47,7 +48,7 @@ class StepStructure:
     - `times`: by parameter, how often the whole of it is used, and so has a gradient: twice where a table is the head,
       too. `times_forward`: how often the forward pass gathers it, all lookups together once; `times_back`: how often
       the backward pass does.
-    - `dealt`: by parameter, where its columns are dealt out.
+    - `dealt`: by parameter, where its columns are dealt out. `statistics`: by running average, what it is made of.
     - `has_groups`: whether it has convolutions with groups that are evaluated device by device: of others no gradient
       is put together of parts. `has_transforms`: whether it has Fourier transforms that are.
     """
@@ -71,6 +72,7 @@ class StepStructure:
     times_forward: Mapping[str, int]
     times_back: Mapping[str, int]
     dealt: Mapping[str, tuple[DealtWeight, ...]]
+    statistics: Mapping[str, Statistic]
     has_groups: bool
     has_transforms: bool
 
@@ -86,6 +88,7 @@ class StepStructure:
         position = {leaf.path: i for i, leaf in enumerate(graph.leaves)}
         names = {leaf.path: leaf.layer for leaf in graph.leaves if leaf.layer}
         names |= {path: layer for layer, params in layers for path in params}
+        names |= _layers_beside((each.leaf for each in graph.statistics), names)
         uses_of = _grouped((each.use.param, i) for i, each in enumerate(links))
         mirrors = {
             leaf.path: leaf.follows
@@ -141,6 +144,7 @@ class StepStructure:
                 for path, uses in uses_of.items()
             },
             dealt=_grouped((each.param, each) for each in graph.dealt),
+            statistics={each.leaf: each for each in graph.statistics},
             has_groups=any(
                 suspect.convolution is not None and suspect.convolution.groups and not suspect.backward
                 for suspect in graph.suspects
@@ -201,6 +205,15 @@ def _lookups_once(uses: Iterable[Use]) -> Iterator[Use]:
         if not (is_lookup and has_lookup):
             yield use
         has_lookup |= is_lookup
+
+
+def _layers_beside(paths: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Returns, by those of the `paths` of running averages that stand beside the parameters of one layer, the name of
+    that: `batch_stats/norm1/mean` stands beside `params/norm1/scale`. `names`: the layers by their parameters."""
+    above = lambda path: tuple(path.split("/")[1:-1])
+    layers = _grouped((above(path), layer) for path, layer in names.items())
+    found = {path: set(layers.get(above(path), ())) for path in paths if above(path)}
+    return {path: beside.pop() for path, beside in found.items() if len(beside) == 1}
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, tuple[Value, ...]]:

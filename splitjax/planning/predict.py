@@ -187,6 +187,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         widens=cpu,
         drops_barriers=cpu and CPU_DROPS_BARRIERS,
         within=tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding)),
+        sums_statistics=draft.partial is None,
     )
     return predict_step(step, manner)
 

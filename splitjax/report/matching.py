@@ -24,7 +24,20 @@ from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.groups import OTHER
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import primitive
-from splitjax.report.subject import BACKWARD, BATCH, FORWARD, GRADIENT, MOVED, SAVED, STATE, SUMS, UPDATE, VALUE, WEIGHT
+from splitjax.report.subject import (
+    BACKWARD,
+    BATCH,
+    FORWARD,
+    GRADIENT,
+    MOVED,
+    SAVED,
+    STATE,
+    STATISTIC,
+    SUMS,
+    UPDATE,
+    VALUE,
+    WEIGHT,
+)
 
 # By position of a compiled collective: the number of the planned one that it realises, and that with its share of the
 # bytes.
@@ -42,12 +55,13 @@ _ABOUT: Mapping[PurposeKind, str] = {
     PurposeKind.NEW_VALUE: STATE,
     PurposeKind.TURN_EXAMPLES: BATCH,
     PurposeKind.SAVED_INPUT: SAVED,
+    PurposeKind.STATISTIC: STATISTIC,
 }
 # The scope of an exchange that splitjax wrote out, by what the planned collective is about.
 _WRITTEN_OUT: Mapping[str, str] = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}
 _OF_HEADS = frozenset({PurposeKind.SHARED_HEADS, PurposeKind.WHOLE_HEADS})
 # Exchanges of activations that are not those of a product's operands and results, and have rounds of their own.
-_NAMELESS = _OF_HEADS | {PurposeKind.REDUCED_FEATURES}
+_NAMELESS = _OF_HEADS | {PurposeKind.REDUCED_FEATURES, PurposeKind.STATISTIC_COTANGENT}
 # Layers further away than this are no neighbours.
 _NEAR = 2
 
@@ -177,6 +191,17 @@ def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
     return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
 
 
+def _is_statistic(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both sum a statistic of the batch: XLA sums what several running averages are made of."""
+    return compiled.about == STATISTIC and planned.purpose.kind == PurposeKind.STATISTIC
+
+
+def _is_cotangent_of_statistic(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both sum the cotangent of something that is made of a batch's statistics."""
+    is_sum = compiled.collective.op in SUMS and compiled.phase == BACKWARD and bool(compiled.collective.shape)
+    return is_sum and planned.purpose.kind == PurposeKind.STATISTIC_COTANGENT
+
+
 def _is_of_saved(compiled: Evidence, planned: Collective, step: Step) -> bool:
     """Tells whether both gather what devices kept in parts for a rematerialised layer."""
     return (about(planned.purpose), compiled.about) == (SAVED, SAVED) and _in_layer(compiled, planned, step)
@@ -281,6 +306,8 @@ _ROUNDS_BY_LEAF = (
     (_all(_is_of_leaf, _reads_in_phase), _nothing),
     (_is_of_leaf, _nothing),
     (_all(_is_gradient_of_layer, _in_layer, _is_same_operation), _nothing),
+    (_all(_is_statistic, _is_alike, _in_layer), _nothing),
+    (_all(_is_cotangent_of_statistic, _is_alike, _in_layer), _nothing),
 )
 _ROUNDS_OF_ACTIVATIONS = (
     (_all(_is_reduction, _is_alike, _in_layer), _nothing),
@@ -293,6 +320,10 @@ _ROUNDS_OF_ACTIVATIONS = (
     (_all(_is_activation, _is_alike, _has_no_layer), _nothing),
     (_all(_is_activation, _has_same_axis, _is_made_of), _distance),
     (_all(_is_gathered_once, _is_alike, _is_made_of), _distance),
+    # Where features are split, a device sums the statistics of its own.
+    (_all(_is_cotangent_of_statistic, _has_same_axis, _in_layer), _nothing),
+    (_all(_is_cotangent_of_statistic, _is_alike), _distance),
+    (_all(_is_cotangent_of_statistic, _has_same_axis, _has_no_layer), _nothing),
 )
 
 

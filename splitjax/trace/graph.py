@@ -24,6 +24,7 @@ from splitjax.trace.activations.joined import Joined
 from splitjax.trace.activations.picks import Pick
 from splitjax.trace.activations.reductions import Reduction
 from splitjax.trace.activations.saved import Saved
+from splitjax.trace.activations.statistics import Statistic
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.stepping import TurnedBatch
 from splitjax.trace.suspect_dims import Dim, Suspect
@@ -278,6 +279,7 @@ class Graph:
     - `gradients`: gradients of parameters, by every boundary.
     - `spreads`: where parameters meet every example alike, in program order.
     - `reductions`: of activations, with a result for each example, in program order.
+    - `statistics`: sums of activations over all examples that running averages are made of, by leaf.
     - `picks`: where rows of activations are picked from all examples, or put among them, in program order.
     - `tables`: parameters that rows are looked up in.
     - `scanned`: what loops around the gradient read turn by turn and holds examples. `turned`: where the batch is cut
@@ -309,6 +311,7 @@ class Graph:
     gradients: tuple[Gradient, ...] = ()
     spreads: tuple[Spread, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    statistics: tuple[Statistic, ...] = ()
     picks: tuple[Pick, ...] = ()
     tables: tuple[LookupTable, ...] = ()
     scanned: tuple[ScannedBatch, ...] = ()

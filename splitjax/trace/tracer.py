@@ -20,6 +20,7 @@ from splitjax.trace.activations.learned import learned_values
 from splitjax.trace.activations.picks import find_picks
 from splitjax.trace.activations.reductions import find_reductions
 from splitjax.trace.activations.saved import find_saved
+from splitjax.trace.activations.statistics import find_statistics
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.collecting import uncollected
 from splitjax.trace.dealt import find_dealt
@@ -77,7 +78,12 @@ def _analysed(flat: FlatStep, arguments: Sequence[Argument], state_results: Mapp
         classes = classify(atoms, pairs, of_link)
         examples, _ = example_labels(flat, arguments, atoms, classes.labels[Strength.SOFT])
     tables = find_tables(flat, state_results, [argument.path for argument in arguments])
-    return dataclasses.replace(_assemble(flat, linked, flow, arguments, classes, examples), tables=tables)
+    graph = _assemble(flat, linked, flow, arguments, classes, examples)
+    of_state = ((leaf.path, state_results.get(leaf.index)) for leaf in graph.leaves if leaf.role == "statistic")
+    averages = {path: flat.outputs[result] for path, result in of_state if result is not None}
+    params = {flat.inputs[leaf.index]: leaf.path for leaf in graph.leaves if leaf.role == "param"}
+    statistics = find_statistics(flat, classes, graph.example_atoms, averages, params)
+    return dataclasses.replace(graph, tables=tables, statistics=statistics)
 
 
 def _assemble(

@@ -143,16 +143,15 @@ def test_blocks_that_share_their_lines_are_told_apart():
     assert len({one.source for one in norms}) == 3
 
 
-def test_batch_statistics_are_named_after_what_they_become():
+def test_batch_statistics_are_those_that_the_plan_has_for_what_they_become():
     report, plan = narrow_report("resnet18", "nnx", "splitbrain")
-    found = {
-        one.cause.removeprefix("batch statistics: ")
-        for one in report.unplanned
-        if one.cause.startswith("batch statistics: ")
-    }
-    assert {leaf.path for leaf in plan.leaves if leaf.role == "statistic"} >= found
-    assert {path.rsplit("/", 1)[-1] for path in found} == {"mean", "var"}
-    assert "cotangents of batch statistics" in causes(report)
+    kinds = (PurposeKind.STATISTIC, PurposeKind.STATISTIC_COTANGENT)
+    of_kind = lambda kind: [one for one in plan.collectives if one.purpose.kind == kind]
+    realised = [one.planned for one in report.collectives if one.planned and one.planned.purpose.kind in kinds]
+    assert len(realised) == sum(len(of_kind(kind)) for kind in kinds) > 0
+    leaves = [one.purpose.leaf.rsplit("/", 1)[-1] for one in of_kind(PurposeKind.STATISTIC)]
+    assert leaves.count("mean") == leaves.count("var") == len(of_kind(PurposeKind.STATISTIC_COTANGENT))
+    assert not any("batch statistics" in cause for cause in causes(report))
 
 
 def test_a_plan_of_explicit_collectives_is_realised_to_the_byte():

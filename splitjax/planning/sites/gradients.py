@@ -16,11 +16,15 @@ def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims
     in parts otherwise (`sharded`: what the plan splits), and gather all of them."""
     planned = {leaf.path: leaf for leaf in leaves}
     pins: list[Constraint] = []
+    meets = {path for each in graph.statistics for path in each.scales}
     for gradient in graph.gradients:
         leaf = planned.get(gradient.param)
         if leaf is None or gradient.shape != leaf.shape:
             continue
         if leaf.gradient is not None:
+            if leaf.path in meets:
+                whole = "statistics of the batch: the whole gradient, which is made of these"
+                pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, whole))
             why = "sharded state: a part of the gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
         elif graph.inside_heads and _shares_heads(graph, leaf, sharded):
