@@ -43,7 +43,9 @@ class Step:
     `shares`: whether its first write may take over a buffer of its size that is read for the last time. `combines`: of
     what kind of all-reduce it is; empty for other steps. `read_bytes`: by buffer, what it reads of it, where that is
     not all. `filled_bytes`: what it writes into an array that is there. `made`: the value that says what kind of kernel
-    it is; None for its first write. `gathers`: of what kind of all-gather or reduce-scatter it is; empty for others."""
+    it is; None for its first write. `gathers`: of what kind of all-gather or reduce-scatter it is; empty for others.
+    `takes`: of a loop, (what a value that it hands on begins with, what it ends with): the latter takes the former's
+    buffer where that is read for the last time."""
 
     name: str
     reads: list[int]
@@ -55,6 +57,7 @@ class Step:
     filled_bytes: int = 0
     made: int | None = None
     gathers: tuple[Any, ...] = ()
+    takes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +240,15 @@ class Storage:
             if self._is_cheap_again(node):
                 self._again[node.outputs[0]] = read
             inside = ()
+            takes: tuple[tuple[int, int], ...] = ()
             if node.kind is Kind.REGIONS:
                 for value in node.outputs:
                     self._store(value)
                 inside = tuple(self._schedule(inner) for inner in node.regions)
                 if node.num_carry:
                     inner = node.regions[0]
+                    begun = (self._roots.get(value, value) for value in node.inputs[: node.num_carry])
+                    takes = tuple(zip(begun, node.outputs, strict=False))
                     inside[0].carry = [
                         (before, self._roots.get(after, after))
                         for before, after in zip(inner.inputs, inner.outputs, strict=False)
@@ -257,7 +263,10 @@ class Storage:
             if node.name in ("psum", "psum_invariant"):
                 combines = (node.name, *node.params.get("axes", ()))
             gathers = _gathers(node)
-            steps.append(Step(node.name, reads, list(node.outputs), shares, inside, combines, read, gathers=gathers))
+            step = Step(
+                node.name, reads, list(node.outputs), shares, inside, combines, read, gathers=gathers, takes=takes
+            )
+            steps.append(step)
         outputs = list(self._reads(region.outputs))
         return Schedule(self._joined(steps, outputs) if self.compiler.weighs_bytes else steps, outputs, [])
 

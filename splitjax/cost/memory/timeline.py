@@ -146,9 +146,9 @@ class _Run:
     free: set[int]
     careful: bool = False
 
-    def moments(self) -> Iterator[tuple[int, set[int], int, int | None]]:
-        """Yields for every step in turn (its number, the buffers that are stored while it runs, their bytes, the one
-        among them that it writes over, which is not counted in these). The set changes with the next moment."""
+    def moments(self) -> Iterator[tuple[int, set[int], int, set[int]]]:
+        """Yields for every step in turn (its number, the buffers that are stored while it runs, their bytes, those
+        among them that it writes over, which are not counted in these). The first set changes with the next moment."""
         schedule, sizes = self.schedule, self.sizes
         steps, last = schedule.steps, dict[int, int]()
         first: dict[int, int] = {}
@@ -177,10 +177,15 @@ class _Run:
                     continue
                 live.add(b)
                 stored += sizes[b]
-            shared = None
+            shared = set[int]()
             if step.shares and not self.careful and stored > before:
-                shared = next((b for b in dying if sizes[b] == sizes[step.writes[0]]), None)
-            yield i, live, stored - (0 if shared is None else sizes[shared]), shared
+                shared = {b for b in dying if sizes[b] == sizes[step.writes[0]]}
+                shared = {min(shared, key=dying.index)} if shared else shared
+            if step.takes and not self.careful:
+                shared |= {
+                    begun for begun, ended in step.takes if begun in dying and ended in live and ended not in free
+                }
+            yield i, live, stored - sum(sizes[b] for b in shared), shared
             for b in ends.get(place, ()):
                 if b in live:
                     live.discard(b)
@@ -221,9 +226,9 @@ def _add_spans(run: _Run, order: Order, steps: list[Step], buffers: list[tuple[i
     sizes = run.sizes
     for i, live, _, shared in run.moments():
         step, now = run.schedule.steps[i], len(steps)
-        for b in [b for b in begun if b not in live or b == shared]:
+        for b in [b for b in begun if b not in live or b in shared]:
             buffers.append((b, begun.pop(b), now))
-        begun |= {b: now for b in live if b not in begun and b != shared}
+        begun |= {b: now for b in live if b not in begun and b not in shared}
         if step.inside:
             found = [_settled(each, sizes, counted_outside(step, each), order) for each in step.inside]
             _add_spans(max(found, key=lambda one: one[1].num_bytes)[0], order, steps, buffers)

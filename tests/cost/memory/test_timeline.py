@@ -120,3 +120,14 @@ def test_the_most_of_the_spans_is_the_peak():
         for name in (Order.DEPTH_FIRST, Order.LEAST, Order.MOST):
             found = spans_of(schedule, sizes, set(), name)
             assert max(stored(found, sizes)) == peak_of(schedule, sizes, set(), name).num_bytes
+
+
+def test_what_a_loop_ends_with_takes_the_place_of_what_it_begins_with():
+    sizes = {1: 8, 2: 8, 3: 1}
+    begins = lambda *reads: Schedule(
+        [Step("zeros", [], [1]), Step("scan", [1], [2], takes=((1, 2),)), Step("use", [2, *reads], [3])], [3], []
+    )
+    assert peak_of(begins(), sizes, set()).num_bytes == 9
+    assert peak_of(begins(1), sizes, set()).num_bytes == 17  # what is read behind the loop, too, is copied for it
+    assert peak_of(begins(), sizes, {1}).num_bytes == 9  # an argument stays as it is: the loop has its own
+    assert sorted(spans_of(begins(), sizes, set()).buffers) == [(1, 0, 1), (2, 1, 3), (3, 2, 3)]
