@@ -149,11 +149,15 @@ def _exactly(kind: type, words: str) -> TypeReader:
     return TypeReader(words, frozenset({kind}), read)
 
 
+# Whole numbers of documents are counts, of bytes and flops, say. What is made of a few of these is a float still.
+_LARGEST = 10**30
+
+
 def _whole_number(codec: Reading, value: Any, place: str) -> int:
-    if type(value) is int:
-        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         codec.wrong("a whole number", value, place)
+    if not -_LARGEST <= value <= _LARGEST:
+        codec.wrong("a whole number of at most 30 digits", value, place)
     return int(value)
 
 

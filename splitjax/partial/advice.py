@@ -210,7 +210,8 @@ class Advice:
 
 
 def _check(advice: Advice) -> None:
-    """Raises `PartialError` for an advice without rows: others are compared with the first."""
+    """Raises `PartialError` for an advice without rows, with the first of which others are compared, and for bytes that
+    are no count. A variance may be infinite."""
     if not advice.rows:
         raise PartialError(
             "an advice has at least the row of full backpropagation",
@@ -218,9 +219,18 @@ def _check(advice: Advice) -> None:
             place="rows",
             remedy="use a file that Advice.to_json wrote",
         )
+    for number, row in enumerate(advice.rows):
+        for name in ("sent_bytes", "mean_memory_bytes", "max_memory_bytes"):
+            if not 0 <= getattr(row, name) < math.inf:
+                raise PartialError(
+                    "bytes are 0 or more, and finite",
+                    value=getattr(row, name),
+                    place=f"rows[{number}].{name}",
+                    remedy="use a file that Advice.to_json wrote",
+                )
 
 
-_JSON = Codec(Advice, PartialError, Wording.of_result("an advice", "advice"), format=FORMAT, check=_check, finite=True)
+_JSON = Codec(Advice, PartialError, Wording.of_result("an advice", "advice"), format=FORMAT, check=_check)
 
 
 def compute_to_progress(row: AdviceRow, full: AdviceRow) -> float | None:

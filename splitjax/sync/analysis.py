@@ -62,15 +62,21 @@ class Figures:
 
         Raises `ProfileError` for another number.
         """
-        shares = dict(self.unions)
-        if num_workers not in shares:
+        known = self.densifications
+        if num_workers not in known:
             raise ProfileError(
                 f"densification was not measured for {num_workers} workers",
                 value=num_workers,
                 place="densification(num_workers)",
-                remedy=f"give one of {', '.join(map(str, shares))}, or profile with num_workers=",
+                remedy=f"give one of {', '.join(map(str, known))}, or profile with num_workers=",
             )
-        return shares[num_workers] / shares[1] if shares[1] else 1.0
+        return known[num_workers]
+
+    @property
+    def densifications(self) -> dict[int, float]:
+        """The densification by the sum of each number of workers that was measured."""
+        shares = dict(self.unions)
+        return {m: share / shares[1] if shares[1] else 1.0 for m, share in shares.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,18 +358,23 @@ def _written(profile: Profile) -> dict[str, Any]:
 
 def _written_tensor(tensor: TensorProfile) -> dict[str, Any]:
     """Gives what is written of a tensor: the means first, for whoever reads it by eye; they are not read back."""
+    mean = tensor.mean
     means = {
-        "density": tensor.density,
-        "row_density": tensor.row_density,
-        "overlap": tensor.overlap,
-        "skewness": tensor.skewness,
-        "densification": [[m, tensor.densification(m)] for m, _ in tensor.steps[0].unions],
+        "density": mean.density,
+        "row_density": mean.row_density,
+        "overlap": mean.overlap,
+        "skewness": mean.skewness,
+        "densification": [[m, ratio] for m, ratio in mean.densifications.items()],
     }
     return {"path": tensor.path, "means": means, **fields_of(tensor)}
 
 
 def _check(profile: Profile) -> None:
     """Raises `ProfileError` for what types do not say: every step of a tensor has figures of the same workers."""
+    if not profile.num_examples:
+        raise ProfileError(
+            "a profile has the examples of every step", value=[], place="num_examples", remedy="profile the step anew"
+        )
     for number, tensor in enumerate(profile.tensors):
         steps, size = tensor.steps, len(tensor.overlaps)
         shapes = {(len(step.densities), len(step.row_densities), tuple(m for m, _ in step.unions)) for step in steps}
@@ -396,4 +407,5 @@ _JSON = Codec(
     },
     entries=("tensors",),
     check=_check,
+    finite=True,
 )

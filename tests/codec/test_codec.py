@@ -76,6 +76,7 @@ def test_every_hint_is_read_back():
         ({"number": True}, "number", "a whole number"),
         ({"number": 1.0}, "number", "a whole number"),
         ({"number": None}, "number", "a whole number"),
+        ({"number": 10**31}, "number", "a whole number of at most 30 digits"),
         ({"share": "0.5"}, "share", "a number"),
         ({"share": False}, "share", "a number"),
         ({"share": math.nan}, "share", "a number"),

@@ -237,6 +237,30 @@ def test_errors_name_the_key_path(kind, change, place):
     assert caught.value.place == place and caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "place"),
+    [
+        (Profile, lambda d: d.update(num_examples=[], tensors=[]), "num_examples"),
+        (Profile, lambda d: d["tensors"][0]["steps"][0].update(overlap=float("nan")), "tensors[0].steps[0].overlap"),
+        (Advice, lambda d: d["rows"][1].update(mean_memory_bytes=float("nan")), "rows[1].mean_memory_bytes"),
+        (Advice, lambda d: d["rows"][0].update(sent_bytes=float("inf")), "rows[0].sent_bytes"),
+        (Advice, lambda d: d["rows"][0].update(max_memory_bytes=-1.0), "rows[0].max_memory_bytes"),
+    ],
+)
+def test_figures_that_cannot_be_shown_are_refused(kind, change, place):
+    data = json.loads(text_of(kind.__name__.lower()))
+    change(data)
+    with pytest.raises(SplitjaxError) as caught:
+        kind.from_json(json.dumps(data))
+    assert caught.value.place == place and caught.value.remedy
+
+
+def test_an_advice_without_layers_prints():
+    data = json.loads(text_of("advice"))
+    data["stages"] = []
+    assert "recommended" in str(Advice.from_json(json.dumps(data)))
+
+
 def test_a_file_is_named_with_the_key_path(tmp_path):
     file = tmp_path / "profile.json"
     file.write_text(

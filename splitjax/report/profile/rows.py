@@ -119,9 +119,10 @@ def _sums(profile: Profile) -> Sequence[int]:
 
 
 def _cells(profile: Profile, tensor: TensorProfile) -> tuple[str, ...]:
-    mean, rows = tensor.mean, tensor.row_density
+    mean = tensor.mean
+    rows, densified = mean.row_density, mean.densifications
     overlap = ratio_text(mean.overlap) if profile.num_workers > 1 else ""
     return (
         share_text(mean.density), "" if rows is None else share_text(rows), overlap, ratio_text(mean.skewness),
-        *(ratio_text(mean.densification(m)) for m in _sums(profile)),
+        *(ratio_text(densified[m]) for m in _sums(profile)),
     )  # fmt: skip
