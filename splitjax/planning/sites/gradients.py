@@ -12,10 +12,13 @@ from splitjax.trace.graph import Graph
 
 def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims) -> tuple[Constraint, ...]:
     """Returns constraints on the results of the boundaries of `graph`, which pin every gradient of `leaves` that is
-    split to its parts. Gradients of whole heads that devices share are pinned whole: XLA would update each state leaf
-    in parts otherwise (`sharded`: what the plan splits), and gather all of them."""
+    split to its parts. Whole ones of heads that devices share, and of what is no product's weight and meets split dims,
+    are pinned whole: XLA would update each state leaf in parts otherwise (`sharded`: what the plan splits), and gather
+    all of them. So are those that are made of a batch's statistics, before they are cut: XLA would take the statistics
+    in parts."""
     planned = {leaf.path: leaf for leaf in leaves}
     pins: list[Constraint] = []
+    used = {use.param for use in graph.uses}
     meets = {path for each in graph.statistics for path in each.scales}
     for gradient in graph.gradients:
         leaf = planned.get(gradient.param)
@@ -27,10 +30,22 @@ def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims
                 pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, whole))
             why = "sharded state: a part of the gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
+        elif leaf.path not in used and _meets_split(graph, leaf, sharded):
+            why = "met by what is split: the whole gradient"
+            pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
         elif graph.inside_heads and _shares_heads(graph, leaf, sharded):
             why = "heads that devices share: the whole gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
     return tuple(pins)
+
+
+def _meets_split(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:
+    """Tells whether a parameter has a dim that it keeps whole, while others split the same dim."""
+    return any(
+        bool(set(sharded.in_boundaries.get(graph.local[atoms[0]], ())) - set(leaf.axes_by_dim[dim]))
+        for dim, atoms in enumerate(graph.leaf(leaf.path).dims)
+        if atoms
+    )
 
 
 def _shares_heads(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:

@@ -1,4 +1,5 @@
-"""The sums of batch normalisation: planned where they are compiled, and no more of them."""
+"""What is small and sent beside products: the sums of batch normalisation, planned where they are compiled, and
+gradients that XLA is kept from cutting."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 import splitjax
 from splitjax.models import build, make_step
 from splitjax.plan import PurposeKind
+from tests.models.test_model_steps import build_small
 
 WIDTH, EXAMPLES = 32, 16
 KINDS = (PurposeKind.STATISTIC, PurposeKind.STATISTIC_COTANGENT)
@@ -112,6 +114,17 @@ def test_a_network_with_batch_normalisation_sends_nothing_else_but_scalars(rules
     assert [len(planned(plan, kind)) for kind in KINDS] == [26, 13]
     # With sharded state XLA would compute what the gradient of a scale is made of in parts, and gather it.
     assert report.missing == () and [each for each in report.unplanned if each.compiled.shape] == []
+
+
+def test_a_parameter_that_meets_split_columns_is_updated_whole():
+    """XLA would compute its new value and its moments in parts, as its gradient is, and gather each."""
+    spec = build_small("deepfm")
+    init, step, _ = make_step(spec, optax.adam(1e-3), value_and_grad=splitjax.value_and_grad)
+    arguments = jax.eval_shape(init, jax.random.key(0)), spec.example(EXAMPLES)
+    parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron")
+    report, plan = parallel.report(*arguments), parallel.plan(*arguments)
+    assert "params/dense_embedding" in {leaf.path for leaf in plan.leaves if not leaf.axes}
+    assert not any("computes the new" in each.cause for each in report.unplanned)
 
 
 def test_workers_of_partial_backpropagation_have_statistics_of_their_own():
