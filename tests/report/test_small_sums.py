@@ -132,3 +132,17 @@ def test_workers_of_partial_backpropagation_have_statistics_of_their_own():
     local = splitjax.PartialBackprop(statistics="local", rebalance=False)
     parallel = splitjax.parallelize(step, mesh={"data": 4}, rules="data_parallel", backprop=local)
     assert not any(planned(parallel.plan(*arguments), kind) for kind in KINDS)
+
+
+def test_a_sum_that_a_loop_goes_on_with_is_planned():
+    """What a loop hands to its next turn has no result among the operations."""
+
+    def step(state, batch):
+        loss, grad = splitjax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])
+        seen, _ = jax.lax.scan(lambda total, _: (total * 0.5, None), batch.sum(0), None, length=2)
+        return {"w": state["w"] - 0.1 * grad, "seen": state["seen"] + seen}, loss
+
+    state = {"w": jnp.ones((8, 8)) / 8, "seen": jnp.zeros(8)}
+    batch = jax.random.normal(jax.random.key(0), (EXAMPLES, 8))
+    plan = splitjax.parallelize(step, mesh={"data": 8}, rules="data_parallel").plan(state, batch)
+    assert [len(planned(plan, kind)) for kind in KINDS] == [1, 0]

@@ -100,7 +100,7 @@ def _laid(
     laid: dict[str, list[int]] = {}
     scales: dict[str, set[str]] = {}
     for number, op in enumerate(flat.ops) if sums else ():
-        if number in sums or op.phase == BACKWARD:
+        if number in sums or op.phase == BACKWARD or not op.outputs:
             continue
         made = [value for value in op.inputs if value in owner]
         if made and has_examples(op.outputs[0]):
