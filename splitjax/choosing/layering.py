@@ -134,18 +134,19 @@ class _Problem:
 
     def solved(self, budget_bytes: float, effort: Effort) -> Answer | None:
         """Returns the best assignment within a budget, predicted as a whole; None where none is found."""
-        slack, proven = 0.0, -math.inf
-        for turn in range(_ROUNDS):
-            found = self._within(budget_bytes - slack, effort)
-            if found is None:
-                return None
-            # What is proven under the budget itself; a lowered one forbids more.
-            proven = found.bound_seconds if turn == 0 else proven
-            over = found.candidate.peak_bytes - budget_bytes
+        first = found = self._within(budget_bytes, effort)
+        slack = 0.0
+        for _ in range(_ROUNDS - 1):
+            over = 0.0 if found is None else found.candidate.peak_bytes - budget_bytes
             if over <= 0:
                 break
             slack += over
-        return dataclasses.replace(found, bound_seconds=min(proven, found.network_seconds), within_bytes=budget_bytes)
+            found = self._within(budget_bytes - slack, effort)
+        if first is None or found is None:
+            return None
+        # What is proven is proven under the budget itself; a lowered one forbids more.
+        bound = min(first.bound_seconds, found.network_seconds)
+        return dataclasses.replace(found, bound_seconds=bound, within_bytes=budget_bytes)
 
     def least(self, effort: Effort) -> Answer | None:
         """Returns the best assignment of those that store least, as a sum; None where the search ends before."""

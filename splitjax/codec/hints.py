@@ -156,9 +156,10 @@ _LARGEST = 10**30
 def _whole_number(codec: Reading, value: Any, place: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         codec.wrong("a whole number", value, place)
-    if not -_LARGEST <= value <= _LARGEST:
+    whole = int(value)
+    if not -_LARGEST <= whole <= _LARGEST:
         codec.wrong("a whole number of at most 30 digits", value, place)
-    return int(value)
+    return whole
 
 
 def _number(codec: Reading, value: Any, place: str) -> float:
