@@ -173,7 +173,8 @@ class Layout:
 
     def weighs_as(self, i: int, known: Weight | None) -> bool:
         """Tells whether what `weight` says of the leaf at position `i` is `known`, which is what it says of that leaf
-        under some layout of this step."""
+        under some layout of this step. What is sent for a running average, which has no weight, depends on its layout:
+        nothing that is known of it says whether that changed."""
         if known is None:
             return self.leaves[i].role != "statistic"
         structure, path = self.structure, known.leaf.path

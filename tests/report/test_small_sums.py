@@ -134,6 +134,16 @@ def test_workers_of_partial_backpropagation_have_statistics_of_their_own():
     assert not any(planned(parallel.plan(*arguments), kind) for kind in KINDS)
 
 
+def test_a_state_with_a_value_for_each_example_is_no_statistic():
+    def step(state, batch):
+        loss, grad = splitjax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "last": batch.sum(1)}, loss
+
+    state = {"w": jnp.ones((8, 8)) / 8, "last": jnp.zeros(EXAMPLES)}
+    plan = splitjax.parallelize(step, mesh={"data": 8}, rules="data_parallel").plan(state, jnp.ones((EXAMPLES, 8)))
+    assert not any(planned(plan, kind) for kind in KINDS)
+
+
 def test_a_sum_that_a_loop_goes_on_with_is_planned():
     """What a loop hands to its next turn has no result among the operations."""
 

@@ -27,8 +27,8 @@ _COSTLY = frozenset(
 _MOVES = frozenset(
     "transpose transpose_operand transpose_result rev gather dynamic_slice slice pad concatenate".split()
 )
-# Sums and maxima of so many elements are kernels of XLA's library on CPUs (YNNPACK), together with the arithmetic in
-# front of them; what else they read is stored.
+# Sums and maxima of so many float32 elements are kernels of XLA's library on CPUs (YNNPACK), together with the
+# arithmetic in front of them; what else they read is stored.
 _LIBRARY_ELEMENTS = 32 * 1024
 _LIBRARY_REDUCES = frozenset("reduce_sum reduce_max reduce_min".split())
 _LIBRARY_LOOPS = frozenset("add add_any sub mul div max min neg exp log tanh sqrt rsqrt square integer_pow abs".split())
@@ -165,7 +165,8 @@ class Storage:
         return True
 
     def _is_library(self, node: Node) -> bool:
-        """Whether a node is a sum or a maximum that a library computes."""
+        """Whether a node is a sum or a maximum that a library computes. Of an element its bytes are known, and not its
+        type: sums of whole numbers of four bytes, which are rare, are taken for such."""
         if not self.compiler.reduces_by_library or node.name not in _LIBRARY_REDUCES:
             return False
         if self.program.itemsizes[node.inputs[0]] != 4:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from splitjax import _compat
 from splitjax.plan import Constraint, LeafPlan, Spec
@@ -19,46 +19,42 @@ def pin_gradients(graph: Graph, leaves: Sequence[LeafPlan], sharded: ShardedDims
     planned = {leaf.path: leaf for leaf in leaves}
     pins: list[Constraint] = []
     used = {use.param for use in graph.uses}
-    meets = {path for each in graph.statistics for path in each.scales}
+    of_statistics = {path for each in graph.statistics for path in each.scales}
     for gradient in graph.gradients:
         leaf = planned.get(gradient.param)
         if leaf is None or gradient.shape != leaf.shape:
             continue
         if leaf.gradient is not None:
-            if leaf.path in meets:
+            if leaf.path in of_statistics:
                 whole = "statistics of the batch: the whole gradient, which is made of these"
                 pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, whole))
             why = "sharded state: a part of the gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.gradient, gradient.param, why))
-        elif leaf.path not in used and _meets_split(graph, leaf, sharded):
+        elif leaf.path not in used and _meets_split(graph, leaf, sharded, range(len(leaf.shape))):
             why = "met by what is split: the whole gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
-        elif graph.inside_heads and _shares_heads(graph, leaf, sharded):
+        elif graph.inside_heads and _meets_split(graph, leaf, sharded, _dims_of_heads(graph, leaf)):
             why = "heads that devices share: the whole gradient"
             pins.append(Constraint(gradient.site, -1 - gradient.result, leaf.spec, gradient.param, why))
     return tuple(pins)
 
 
-def _meets_split(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:
-    """Tells whether a parameter has a dim that it keeps whole, while others split the same dim."""
+def _meets_split(graph: Graph, leaf: LeafPlan, sharded: ShardedDims, dims: Iterable[int]) -> bool:
+    """Tells whether a parameter keeps one of its `dims` whole, while others split the same dim."""
+    atoms = graph.leaf(leaf.path).dims
     return any(
-        bool(set(sharded.in_boundaries.get(graph.local[atoms[0]], ())) - set(leaf.axes_by_dim[dim]))
-        for dim, atoms in enumerate(graph.leaf(leaf.path).dims)
-        if atoms
+        bool(set(sharded.in_boundaries.get(graph.local[atoms[dim][0]], ())) - set(leaf.axes_by_dim[dim]))
+        for dim in dims
+        if atoms[dim]
     )
 
 
-def _shares_heads(graph: Graph, leaf: LeafPlan, sharded: ShardedDims) -> bool:
-    """Tells whether a parameter has a dim of heads that it keeps whole, while others split the same dim."""
-    dims = graph.leaf(leaf.path).dims
-    with_heads = [
-        (dim, atoms) for dim, atoms in enumerate(dims) if {graph.local[atom] for atom in atoms} & graph.inside_heads
-    ]
-    return any(
-        graph.local[atoms[0]] not in graph.inside_heads
-        and bool(set(sharded.in_boundaries.get(graph.local[atoms[0]], ())) - set(leaf.axes_by_dim[dim]))
-        for dim, atoms in with_heads
-    )
+def _dims_of_heads(graph: Graph, leaf: LeafPlan) -> Iterator[int]:
+    """Yields the dims of a parameter that count heads and what lies inside of each."""
+    for dim, atoms in enumerate(graph.leaf(leaf.path).dims):
+        inside = [graph.local[atom] in graph.inside_heads for atom in atoms]
+        if any(inside) and not inside[0]:
+            yield dim
 
 
 def updated_in_parts(

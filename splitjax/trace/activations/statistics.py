@@ -52,7 +52,7 @@ def find_statistics(
 
     sums: dict[int, str] = {}
     for path, value in averages.items():
-        for number in _sums_behind(value, flat, makers, has_examples):
+        for number in () if has_examples(value) else _sums_behind(value, flat, makers, has_examples):
             sums.setdefault(number, path)
     laid, scales = _laid(flat, sums, has_examples, params)
     found = []
