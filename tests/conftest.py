@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shlex
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,11 @@ os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+# A shell has what it runs in the background (`make test &`) ignore Ctrl-C, and commands under test would rightly do so,
+# too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # By default Python looks for garbage after every 700 objects more, and tracing makes millions: 0.7 of 36 processor
 # seconds of steps in test_entry.py, and 0.3 of them so. Processes that tests start keep the default.
