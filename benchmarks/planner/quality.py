@@ -7,6 +7,8 @@ Time: two processes of one core each, behind links of 100 Mb/s, 1 Gb/s and the l
 by a calibration that these two processes make first, as `splitjax calibrate` does. It takes turns with the baselines on
 the same batches, and with what XLA makes of a batch that is split and a state that is not. A round gives a ratio of
 times, `auto` over the baseline whose median is the least; the interval is that of the median ratio, by the bootstrap.
+A layout that takes more than 1.5 times as long as the best baseline in the first three rounds does not run in the
+others.
 
 Memory: eight virtual devices. The baseline that XLA compiles into least memory sets the budget: `auto` gets nine tenths
 of it, may shard the state, rematerialise and take microbatches, and is compiled. Nothing runs there.
@@ -27,7 +29,7 @@ from benchmarks.planner.quality_ways import AUTO, BASELINES, MODELS, XLA_ALONE, 
 from benchmarks.planner.speed_cells import FLAGS, LINKS
 
 MOST_SLOWER, LEAST_FASTER, SHARE = 1.03, 3, 0.9
-NUM_PROCESSES, ROUNDS, QUICK_ROUNDS, STEPS = 2, 15, 3, 2
+NUM_PROCESSES, ROUNDS, QUICK_ROUNDS, QUALIFYING, STEPS = 2, 15, 3, 3, 2
 QUICK = ("mlp",)
 
 
@@ -35,7 +37,8 @@ def paired(turns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """What the rounds of a model say. `turns`: by layout the seconds of a step in each round, `auto` and the others in
     the same order of rounds."""
     medians = {way: statistics.median(seconds) for way, seconds in turns.items()}
-    rival = min((way for way in medians if way in BASELINES), key=medians.__getitem__)
+    whole = [way for way in BASELINES if len(turns.get(way, ())) == len(turns[AUTO])]
+    rival = min(whole, key=medians.__getitem__)
     ratios = np.array([own / other for own, other in zip(turns[AUTO], turns[rival], strict=True)])
     draws = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
     low, high = np.quantile(np.median(ratios[draws], axis=1), (0.025, 0.975))
@@ -52,7 +55,10 @@ def timed(where: str, models: Sequence[str], quick: bool) -> list[dict[str, Any]
     """Runs the contest behind a link of `LINKS`. Raises `RuntimeError` where this machine cannot have such a link."""
     from benchmarks.sparse.launch import run_workers
 
-    settings = {"models": list(models), "rounds": QUICK_ROUNDS if quick else ROUNDS, "steps": STEPS, "quick": quick}
+    settings = {
+        "models": list(models), "rounds": QUICK_ROUNDS if quick else ROUNDS, "qualifying": QUALIFYING, "steps": STEPS,
+        "quick": quick,
+    }  # fmt: skip
     flags = {"XLA_FLAGS": FLAGS}
     answers = run_workers("planner.quality_worker", settings, NUM_PROCESSES, LINKS[where], environment=flags)
     found = []
@@ -136,7 +142,8 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         f" ({', '.join(faster) or 'none'}).",
         f"- Fits into nine tenths of the least memory of any baseline: **{mark('fits')}**.",
         "", "## Time", "",
-        f"Milliseconds of a step: medians of {ROUNDS} rounds of {STEPS} steps; a round counts as its slower process.",
+        f"Milliseconds of a step: medians of {ROUNDS} rounds of {STEPS} steps ({QUALIFYING} rounds where a layout left);"
+        " a round counts as its slower process.",
         "",
     ]  # fmt: skip
     ms = lambda cell, way: f"{1e3 * cell['medians'][way]:.1f}" if way in cell["medians"] else "refused"

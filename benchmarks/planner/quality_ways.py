@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitjax.machines.calibration import Calibration
@@ -19,6 +20,7 @@ BASELINES: Mapping[str, tuple[str, Mapping[int, dict[str, int]]]] = {
 }
 MODELS = ("mlp", "vgg16", "transformer", "llama", "scanned", "lstm", "deepfm")
 BATCH = 64  # examples of the global batch
+BEYOND = 1.5  # times the best baseline: who takes longer than that in the first rounds does not run in the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,14 @@ def parallel_of(
         return splitjax.parallelize(model.step, mesh="auto", rules="auto", target=calibration, **options)
     rules, meshes = BASELINES[way]
     return splitjax.parallelize(model.step, mesh=meshes[num_devices], rules=rules, **options)
+
+
+def contenders(turns: Mapping[str, Sequence[float]]) -> list[str]:
+    """The layouts that stay in the contest: `auto`, and those that may be the best. `turns`: by layout the seconds of a
+    step in the first rounds."""
+    medians = {way: statistics.median(seconds) for way, seconds in turns.items()}
+    least = min(seconds for way, seconds in medians.items() if way in BASELINES)
+    return [way for way in medians if way == AUTO or medians[way] <= BEYOND * least]
 
 
 class Runner:

@@ -32,8 +32,9 @@ def main(settings: dict[str, Any]) -> int:
 
 
 def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) -> dict[str, Any]:
-    """Times a model under all layouts in turns. The order moves on by one each round."""
-    from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, Runner, model_of, parallel_of
+    """Times a model under all layouts in turns. The order moves on by one each round; behind the first few rounds
+    those that cannot win leave."""
+    from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, Runner, contenders, model_of, parallel_of
     from splitjax.errors import SplitjaxError
 
     model = model_of(name)
@@ -58,6 +59,8 @@ def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) ->
     turns: dict[str, list[Any]] = {way: [] for way in runners}
     ways = tuple(runners)
     for number in range(settings["rounds"]):
+        if number == settings["qualifying"]:
+            ways = tuple(team.decide(lambda: contenders({way: [one["seconds"] for one in turns[way]] for way in ways})))
         shift = number % len(ways)
         for way in ways[shift:] + ways[:shift]:
             turns[way].append(team.turn(lambda _, way=way: runners[way](), settings["steps"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner.quality import MODELS, fitted, is_met, lines_of, paired
-from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE
+from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, contenders
 
 TURNS = {
     AUTO: [0.9, 1.0, 1.8, 0.9], "data parallel": [1.0, 1.0, 2.0, 1.0], "Megatron": [3.0] * 4, XLA_ALONE: [0.1] * 4,
@@ -31,6 +31,14 @@ def test_rounds_are_compared_in_pairs_with_the_fastest_baseline():
     assert found["ratio"] == pytest.approx(0.9) and found["medians"][AUTO] == pytest.approx(0.95)
     assert 0.9 <= found["low"] + 1e-9 and found["high"] <= 1.0
     assert paired({**TURNS, AUTO: [1.2] * 4})["low"] > 0.5
+
+
+def test_who_cannot_win_leaves_after_the_first_rounds():
+    first = {AUTO: [9.0, 9.0], "data parallel": [1.0, 1.2], "Megatron": [1.4, 1.6], "fully sharded": [2.0, 1.9],
+             XLA_ALONE: [0.5, 0.5]}  # fmt: skip
+    assert contenders(first) == [AUTO, "data parallel", "Megatron", XLA_ALONE]
+    # Two rounds of a layout that left are no median of four, however short they were.
+    assert paired({**TURNS, "fully sharded": [0.5, 0.5]})["rival"] == "data parallel"
 
 
 def test_goals():
