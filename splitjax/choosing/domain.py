@@ -1,7 +1,8 @@
 """Makes the variables of a step and the rules that say each of their values.
 
 A traced graph and the shape of a mesh come in. A variable is a layer, or all layers that repeat it: those whose
-parameters are alike and whose names differ in the numbers of blocks alone. A value is a rule for these layers, so that
+parameters are alike and whose names differ in the numbers of blocks alone; layers whose weights one product reads
+together, as the gates of a cell, are one variable, too. A value is a rule for these layers, so that
 every assignment is a rule set: it is laid out by the room `rules`, legal by construction, and can be written to a file.
 """
 
@@ -89,7 +90,24 @@ def groups_of(graph: Graph, mesh: MeshShape, mode: Mode) -> tuple[Group, ...]:
     for layer in graph.layers:
         if layer.params:
             alike.setdefault(_likeness(graph, layer), []).append(layer)
-    return tuple(Group(tuple(layers), tuple(_ways(graph, layers[0], mesh, mode))) for layers in alike.values())
+    groups = _read_together(graph, list(alike.values()))
+    return tuple(Group(tuple(layers), tuple(_ways(graph, layers[0], mesh, mode))) for layers in groups)
+
+
+def _read_together(graph: Graph, groups: Sequence[list[Layer]]) -> list[list[Layer]]:
+    """Returns `groups` of layers with those joined of whose weights a product reads several as one operand: a device
+    has the same part of each, or none of the operand."""
+    number = {path: i for i, layers in enumerate(groups) for layer in layers for path in layer.params}
+    first = list(range(len(groups)))  # by group, the one that it belongs to
+    for use in graph.uses:
+        for path in use.beside:
+            if use.param in number and path in number:
+                low, high = sorted((first[number[use.param]], first[number[path]]))
+                first = [low if each == high else each for each in first]
+    found: dict[int, list[Layer]] = {}
+    for i, layers in enumerate(groups):
+        found.setdefault(first[i], []).extend(layers)
+    return list(found.values())
 
 
 def rule_set(groups: Sequence[Group], values: Sequence[int], mode: Mode) -> RuleSet:

@@ -12,7 +12,7 @@ import os
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.memory import placed_program
 from splitjax.cost.memory.lifetimes import PlacedProgram, predict_timeline
-from splitjax.cost.time import LayerCost, Machine, StepTime, predict_time
+from splitjax.cost.time import LayerCost, Machine, StepTime, predict_time, with_planned
 from splitjax.errors import CalibrationError
 from splitjax.machines import Target, parse_target
 from splitjax.machines.calibration import Calibration
@@ -35,7 +35,7 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On, layered: bool = F
     machine = _machine(on, dict(mesh.axes), f"{recipe.name}.time(on=)")
     # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices.
     placed = dataclasses.replace(placed_program(recipe, entry, "time"), platform=machine.platform)
-    time = predict_time(placed, machine, layered)
+    time = with_planned(predict_time(placed, machine, layered), entry.plan.collectives, machine)
     return dataclasses.replace(time, layers=_with_bytes(time.layers, placed, entry)) if layered else time
 
 

@@ -331,7 +331,14 @@ def _use(
         by_labels=use.by_labels,
         adds_up=use.adds_up,
         reread=len(op.remats) if op.inside and not op.phase else 0,
+        beside=_beside(use.leaves, flat, arguments),
     )
+
+
+def _beside(leaves: Sequence[int], flat: FlatStep, arguments: Sequence[Argument]) -> tuple[str, ...]:
+    """Returns the paths of the parameters among `leaves` of the shape of the first, without that."""
+    shape = flat.shapes[flat.inputs[leaves[0]]]
+    return tuple(arguments[each].path for each in leaves[1:] if flat.shapes[flat.inputs[each]] == shape)
 
 
 def _unknown(flat: FlatStep, index: int, classes: Classes) -> Unknown:

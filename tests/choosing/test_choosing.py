@@ -8,6 +8,7 @@ import random
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import splitjax
@@ -137,6 +138,20 @@ def test_groups_that_are_laid_out_together_lie_as_each_would_alone(graph):
                 alone = laid_out(pricing, rules).leaves
                 assert found[number][value] == tuple(new for new, old in zip(alone, base.leaves) if new != old)
     assert any(any(found[number][1:]) for number in range(len(groups)))
+
+
+def test_gates_that_a_product_reads_together_are_one_variable():
+    spec = splitjax.models.build("lstm", vocab_size=64, max_len=4, embedding_width=8, hidden_width=16, negatives=4)
+    init, step, _ = splitjax.models.make_step(spec, optax.sgd(0.1), value_and_grad=splitjax.value_and_grad)
+    state = jax.eval_shape(init, jax.random.key(0))
+    graph = splitjax.parallelize(step, mesh={"data": 2}).graph(state, spec.example(8))
+    groups = groups_of(graph, MESH, "data")
+    cells = [{layer.name.rpartition("/")[2] for layer in group.layers} for group in groups if "cell" in group.name]
+    assert cells == [{"hf", "hg", "hi", "ho"}, {"if", "ig", "ii", "io"}]
+    # So no layout has some of them split and others whole, of which a plan could not say what is sent.
+    rules = rule_set(groups, [int("cell/h" in group.name) for group in groups], "data")
+    leaves = laid_out(Pricing(graph, MESH, MACHINES["slow links"], {}, True), rules).leaves
+    assert len({leaf.spec for leaf in leaves if "cell/h" in leaf.path and leaf.path.endswith("kernel")}) == 1
 
 
 def test_where_no_sum_fits_the_search_still_answers():

@@ -43,6 +43,18 @@ def test_other_work_does_not_make_turns_free():
     assert typical([5.0, 1.0, 1.1, 9.0, 2.0, 1.2, 7.0]) == 1.2 and typical([7.0]) == 7.0
 
 
+def test_a_filters_gradient_is_timed_as_a_step_computes_it():
+    # In a loop XLA's CPU compiler has no library compute it, and it takes about a hundred times as long.
+    timer = Timer(tuple(jax.devices()[:1]), "processor", enough_seconds=5e-3, rounds=3)
+    forward, gradient = (
+        next(probe for probe in probes() if probe.kind is kind and probe.narrow == 16 and probe.size > 5e7)
+        for kind in (OperationKind.CONVOLUTION, OperationKind.FILTER_GRADIENT)
+    )
+    assert forward.size == gradient.size and not forward.in_loop and not gradient.in_loop
+    taken = [timer.seconds(each.turn, each.arrays, cold=False, in_loop=each.in_loop) for each in (forward, gradient)]
+    assert taken[1] < 12 * taken[0]
+
+
 def test_turns_of_all_devices_are_timed():
     timer = Timer(tuple(jax.devices()), "processor", enough_seconds=5e-3, rounds=6)
     # The arrays are each turn's own: what it costs to hand an array from a turn to the next is a large part of a small
@@ -52,6 +64,13 @@ def test_turns_of_all_devices_are_timed():
         for size in (512, 128)
     )
     assert large > 8 * small > 0  # sixty-four times the work
+    large, small = (
+        timer.seconds(
+            lambda x, y: x @ y, (jax.ShapeDtypeStruct((size, size), jnp.float32),) * 2, cold=False, in_loop=False
+        )
+        for size in (512, 128)
+    )
+    assert large > 8 * small > 0
     size = len(jax.devices())
     turn, sent = _turns(size)["all_gather"]
     message = (jax.ShapeDtypeStruct((size,), jnp.float32),)

@@ -102,7 +102,7 @@ def predict_time(placed: PlacedProgram, machine: Machine, layered: bool = False)
         sending_seconds=sending,
         hidden_seconds=max(computing + sending - end, 0.0),
         call_seconds=machine.call_seconds,
-        parts=_together(parts),
+        parts=together(parts),
         is_lower_bound=machine.calibration is None,
         layers=tuple(LayerCost(layer, *sums) for layer, sums in _by_layer(timed, 1).items()) if layered else (),
     )
@@ -136,7 +136,7 @@ def _parts(timed: Sequence[Timed], times: int) -> Iterator[TimedPart]:
             )  # fmt: skip
 
 
-def _together(parts: Sequence[TimedPart]) -> tuple[TimedPart, ...]:
+def together(parts: Sequence[TimedPart]) -> tuple[TimedPart, ...]:
     """Adds up parts of one name, shape and kind; the longest first."""
     found: dict[tuple[object, ...], TimedPart] = {}
     for part in parts:

@@ -62,7 +62,7 @@ def calibrate(
     is_accelerator = devices[0].platform != "cpu"
     chosen = probes(most_elements=1 << 14, most_flops=2.0**21) if quick else probes(is_accelerator=is_accelerator)
     for probe in chosen:
-        seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _WARM)
+        seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _WARM, in_loop=probe.in_loop)
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")
     curves = tuple(

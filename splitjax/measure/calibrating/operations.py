@@ -24,7 +24,7 @@ Array = Any
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """Is an operation to be timed: its `kind`, `narrow` and `size` as the kind counts them, what a device does in a
-    `turn`, and the shapes of the `arrays` that it does it with."""
+    `turn`, and the shapes of the `arrays` that it does it with. `in_loop`: as of `Timer.seconds`."""
 
     kind: OperationKind
     narrow: int
@@ -32,6 +32,7 @@ class Probe:
     turn: Callable[..., Array]
     arrays: tuple[Any, ...]
     dtype: str = "float32"
+    in_loop: bool = True
 
 
 def probes(most_elements: int = 1 << 21, most_flops: float = 2.0**31, is_accelerator: bool = False) -> Iterator[Probe]:
@@ -78,14 +79,10 @@ def _products(
             yield Probe(OperationKind.WEIGHT_GRADIENT, narrow, flops, lambda x, ct: x.T @ ct, operands, dtype)
 
 
-# XLA's CPU backend computes a filter's gradient at a hundredth of a convolution's rate.
-_MOST_FILTER_FLOPS = 1e8
-
-
 # (examples, side, channels in, channels out), of 3x3 filters; by the fewest channels.
 _CONVOLUTIONS = {
     3: ((4, 16, 3, 32), (16, 32, 3, 32)),
-    16: ((2, 8, 16, 16), (4, 16, 16, 32), (16, 32, 16, 16)),
+    16: ((2, 8, 16, 16), (4, 16, 16, 32), (16, 32, 16, 16), (64, 32, 16, 16)),
     64: ((2, 4, 64, 64), (4, 8, 64, 64), (8, 16, 64, 128)),
     256: ((4, 4, 256, 256), (8, 4, 256, 512)),
 }
@@ -98,7 +95,6 @@ _LARGE_CONVOLUTIONS = {
 
 def _convolutions(
     sizes: Mapping[int, Sequence[tuple[int, int, int, int]]] = _CONVOLUTIONS,
-    most_filter_flops: float = _MOST_FILTER_FLOPS,
 ) -> Iterator[Probe]:
     numbers = ("NHWC", "HWIO", "NHWC")
     for narrow, shapes in sizes.items():
@@ -117,9 +113,8 @@ def _convolutions(
                 _, transposed = jax.vjp(lambda w: forward(x, w), jnp.zeros(filters.shape, filters.dtype))
                 return transposed(ct)[0]
 
-            yield Probe(OperationKind.CONVOLUTION, narrow, flops, forward, (image, filters))
-            if flops <= most_filter_flops:
-                yield Probe(OperationKind.FILTER_GRADIENT, narrow, flops, of_filter, (image, made))
+            yield Probe(OperationKind.CONVOLUTION, narrow, flops, forward, (image, filters), in_loop=False)
+            yield Probe(OperationKind.FILTER_GRADIENT, narrow, flops, of_filter, (image, made), in_loop=False)
 
 
 _LENGTHS = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
@@ -194,7 +189,7 @@ def _others(lengths: Sequence[int] = (1 << 10, 1 << 13, 1 << 17)) -> Iterator[Pr
 def _on_accelerators() -> Iterator[Probe]:
     yield from _products(_LARGE_PRODUCTS)
     yield from _products(_LARGE_PRODUCTS, "bfloat16")
-    yield from _convolutions(_LARGE_CONVOLUTIONS, math.inf)
+    yield from _convolutions(_LARGE_CONVOLUTIONS)
     yield from _elementwise(_LARGE_LENGTHS, ((500, 500), (4000, 2000), (16_000, 8000)))
     yield from _sums(((128, 512), (2048, 2048), (32_768, 4096)))
     yield from _windows(((8, 32, 64), (64, 112, 64)))

@@ -1,7 +1,7 @@
 """Times a small computation that every device of a run does at once, over and over within one program.
 
 What a device does in a turn comes in as a function of local arrays, the seconds of a turn come out. Turns run in a loop
-inside the program, so that a call's own time does not count, and all devices run it at the same time, so that what they
+inside the program, or are written one behind the other in it, so that a call's own time does not count, and all devices run it at the same time, so that what they
 share (cores, memory, links) is shared as in a step. Of a GPU's operations its kernels are timed instead
 (`kernel_time`).
 """
@@ -9,6 +9,7 @@ share (cores, memory, links) is shared as in a step. Of a GPU's operations its k
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -27,6 +28,7 @@ from splitjax.sync.link import of_process_0
 Clock = Literal["wall", "processor"]
 AXES = ("apart", "group")
 _MOST_TURNS = 1 << 20
+_WRITTEN_TURNS = 4  # at least, of what does not run in a loop
 _LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
 # Arrays up to this size are timed again and again; of larger ones so many sets that no cache has them all.
 _WARM_BYTES, _MOST_SETS = 1 << 18, 12
@@ -58,20 +60,35 @@ class Timer:
         return Mesh(devices.reshape(-1, group_size), AXES)
 
     def seconds(
-        self, turn: Callable[..., Any], arrays: Sequence[Any], mesh: Mesh | None = None, cold: bool = True
+        self,
+        turn: Callable[..., Any],
+        arrays: Sequence[Any],
+        mesh: Mesh | None = None,
+        cold: bool = True,
+        in_loop: bool = True,
     ) -> float:
         """Returns the seconds of a turn.
 
         **Arguments:** `turn`: takes a device's arrays and returns one array. `arrays`: shapes and dtypes
         (`ShapeDtypeStruct`) of these. `mesh`: over whose axes the turn may communicate; by default each device is by
         itself. `cold`: whether large arrays are to come from memory; those of operations that compute long on what
-        they read need not."""
+        they read need not. `in_loop`: whether turns run in a loop of the program; otherwise one is written behind the
+        other in it, for what compilers make otherwise in a loop than in a step (XLA's CPU compiler gives convolutions a
+        form that its libraries have in a program's outermost computation alone)."""
         if mesh is None and self.devices[0].platform == "gpu":
             return self._by_kernels(turn, arrays, cold)
         mesh = mesh or self.mesh()
         spec = PartitionSpec(AXES)
         result = jax.eval_shape(lambda *xs: _alone(turn, mesh)(*xs), *arrays)
         num_sets = _num_sets((*arrays, result), _COLD_BYTES) if cold else 1
+
+        def one_after_the_other(num_turns: int, *blocks: Any) -> Any:
+            sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
+            last = jnp.zeros(result.shape, result.dtype)
+            for number in range(num_turns):
+                first, *others = sets[number % num_sets]
+                last = turn(_poke(first, last), *others)
+            return last[None]
 
         def loop(num_turns: Any, *blocks: Any) -> Any:
             sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
@@ -85,16 +102,33 @@ class Timer:
             return [last[None] for _, last in lax.fori_loop(0, num_turns, body, begin)]
 
         among = PartitionSpec(None, AXES)
-        specs = (PartitionSpec(), *(among for _ in arrays))
-        program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False))
         values = [_filled(array, num_sets, mesh, among) for array in arrays]
+        sharded = functools.partial(jax.shard_map, mesh=mesh, out_specs=spec, check_vma=False)
+        given = tuple(among for _ in arrays)
+        if in_loop:
+            turns_of_a_run = num_sets
+            program = jax.jit(sharded(loop, in_specs=(PartitionSpec(), *given)))
 
-        def run(num_turns: int) -> float:
-            count = jnp.asarray(num_turns, jnp.int32)
-            started = self._now()
-            jax.block_until_ready(program(count, *values))
-            return self._now() - started
+            def run(num_turns: int) -> float:
+                count = jnp.asarray(num_turns, jnp.int32)
+                return self._taken(lambda: program(count, *values))
 
+            def without(num_turns: int) -> float:
+                return run(0)
+        else:
+            turns_of_a_run = max(num_sets, _WRITTEN_TURNS)
+            written, empty = (
+                jax.jit(sharded(functools.partial(one_after_the_other, count), in_specs=given))
+                for count in (turns_of_a_run, 0)
+            )
+
+            def run(num_turns: int) -> float:
+                return self._taken(lambda: [written(*values) for _ in range(num_turns)])
+
+            def without(num_turns: int) -> float:
+                return self._taken(lambda: [empty(*values) for _ in range(num_turns)])
+
+            without(1)
         run(1)
         num_turns = 1
         while True:
@@ -104,12 +138,18 @@ class Timer:
             grown = math.ceil(num_turns * min(16.0, 1.3 * self.enough_seconds / max(taken, 1e-6)))
             num_turns = max(num_turns + 1, grown)
         while True:
-            pairs = [(run(num_turns), run(0)) for _ in range(self.rounds)]
+            pairs = [(run(num_turns), without(num_turns)) for _ in range(self.rounds)]
             (taken,) = of_process_0([turns_alone(pairs)])
             # Where other work made the turns above look long enough, there are too few to be told from a call.
             if taken >= self.enough_seconds / 4 or num_turns >= _MOST_TURNS:
-                return max(taken / (num_turns * num_sets), _LEAST_SECONDS)
+                return max(taken / (num_turns * turns_of_a_run), _LEAST_SECONDS)
             num_turns = min(4 * num_turns, _MOST_TURNS)
+
+    def _taken(self, run: Callable[[], Any]) -> float:
+        """Returns the seconds until what `run` returns is there."""
+        started = self._now()
+        jax.block_until_ready(run())
+        return self._now() - started
 
     def _by_kernels(self, turn: Callable[..., Any], arrays: Sequence[Any], cold: bool) -> float:
         """The seconds of a turn on the first device of this process, of its kernels; others do not disturb it."""

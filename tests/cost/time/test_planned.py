@@ -1,0 +1,59 @@
+"""What a plan sends and no equation of the program shows is counted, by hand and of a table that lies with its owners."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import optax
+import pytest
+
+import splitjax
+from splitjax.cost.time import Machine, StepTime, with_planned
+from splitjax.cost.time.prediction import TimedPart
+from splitjax.machines import parse_target
+from splitjax.plan import Collective, Phase, Purpose, PurposeKind
+
+CALIBRATION = pathlib.Path(__file__).parents[2] / "codec" / "data" / "calibration.json"
+MACHINE = Machine.published(parse_target("gpu:h200:8"), {"data": 2, "model": 4})
+
+
+def time_of(*sent):
+    parts = tuple(TimedPart("sum", (), 1.0, 1, 0.0, 0.0, "all_reduce", (axis,), num) for axis, num in sent)
+    return StepTime(5.0, 3.0, 2.0, 0.0, 0.0, parts, True)
+
+
+def plan(*sent):
+    purpose = Purpose(PurposeKind.GRADIENT, Phase.BACKWARD)
+    return [Collective(op, axis, num_bytes, "table", purpose) for op, axis, num_bytes in sent]
+
+
+def test_what_the_program_shows_is_not_counted_again():
+    time = time_of(("data", 100e6), ("model", 50e6))
+    assert with_planned(time, plan(("all_reduce", "data", 100e6), ("all_gather", "model", 40e6)), MACHINE) is time
+    # The plan names one axis where the program has another; together they send as much.
+    assert with_planned(time, plan(("all_reduce", "model", 150e6)), MACHINE) is time
+    assert with_planned(time, [], MACHINE) is time
+
+
+def test_what_it_does_not_show_is_sent_besides():
+    time = time_of(("data", 100e6))
+    sent = plan(("all_reduce", "data", 100e6), ("all_to_all", "model", 45e6), ("all_gather", "model", 5e6))
+    found = with_planned(time, sent, MACHINE)
+    (added,) = (part for part in found.collectives if part.name == "planned_moves")
+    assert (added.op, added.axes, added.sent_bytes) == ("all_to_all", ("model",), pytest.approx(50e6))
+    assert added.seconds > 50e6 / 450e9
+    assert found.seconds == pytest.approx(5 + added.seconds) and found.sending_seconds == pytest.approx(2 + added.seconds)
+    # Half of what the plan has over `model` beyond the program is what the program has over `data` beyond the plan.
+    half = with_planned(time, plan(("all_reduce", "data", 75e6), ("all_to_all", "model", 50e6)), MACHINE)
+    assert sum(part.sent_bytes for part in half.collectives) == pytest.approx(125e6)
+
+
+def test_rows_that_owners_send_are_timed():
+    spec = splitjax.models.build("deepfm", field_sizes=(4000, 1000), num_dense=2, embedding_width=16, features=(8,))
+    init, step, _ = splitjax.models.make_step(spec, optax.adagrad(0.1), value_and_grad=splitjax.value_and_grad)
+    arguments = jax.eval_shape(init, jax.random.key(0)), spec.example(512)
+    owned = splitjax.parallelize(step, mesh={"data": 1, "model": 8}, rules="embedding_owner")
+    time, planned = owned.time(*arguments, on=CALIBRATION), owned.plan(*arguments).collectives
+    sent = sum(part.sent_bytes for part in time.collectives)
+    assert sent >= 0.99 * sum(each.bytes for each in planned) > 0
