@@ -142,7 +142,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         f" ({', '.join(faster) or 'none'}).",
         f"- Fits into nine tenths of the least memory of any baseline: **{mark('fits')}**.",
         "", "## Time", "",
-        f"Milliseconds of a step: medians of {ROUNDS} rounds of {STEPS} steps ({QUALIFYING} rounds where a layout left);"
+        f"Milliseconds of a step: medians of {ROUNDS} rounds of {STEPS} steps, or of {QUALIFYING} where a layout left;"
         " a round counts as its slower process.",
         "",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ SETTINGS is JSON: the models, how many rounds of how many steps, and whether the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -60,7 +61,8 @@ def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) ->
     ways = tuple(runners)
     for number in range(settings["rounds"]):
         if number == settings["qualifying"]:
-            ways = tuple(team.decide(lambda: contenders({way: [one["seconds"] for one in turns[way]] for way in ways})))
+            first = {way: [one["seconds"] for one in turns[way]] for way in ways}
+            ways = tuple(team.decide(functools.partial(contenders, first)))
         shift = number % len(ways)
         for way in ways[shift:] + ways[:shift]:
             turns[way].append(team.turn(lambda _, way=way: runners[way](), settings["steps"]))

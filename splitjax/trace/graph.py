@@ -93,8 +93,8 @@ class Use:
     - `layer`: the name of the layer.
     - `primitive`, `site`: of the operation; a site is equation indices from the outermost jaxpr inwards
       (`trace.flatten`).
-    - `param`: path of the weight. `beside`: of parameters of the same shape that the weight operand is made of, too (the
-      gates of a cell, which are concatenated).
+    - `param`: path of the weight. `beside`: of parameters of the same shape that the weight operand is made of, too:
+      the gates of a cell, which are concatenated.
     - `weight`, `data`: operand positions of the weight and of the activations; `data` is None for a lookup of
       constant ids.
     - `data_shape`, `data_dims`, `data_dtype`: of the activations; of the result for a lookup of constant ids.

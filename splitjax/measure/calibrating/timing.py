@@ -1,9 +1,9 @@
 """Times a small computation that every device of a run does at once, over and over within one program.
 
 What a device does in a turn comes in as a function of local arrays, the seconds of a turn come out. Turns run in a loop
-inside the program, or are written one behind the other in it, so that a call's own time does not count, and all devices run it at the same time, so that what they
-share (cores, memory, links) is shared as in a step. Of a GPU's operations its kernels are timed instead
-(`kernel_time`).
+inside the program, or are written one behind the other in it, so that a call's own time does not count, and all devices
+run it at the same time, so that what they share (cores, memory, links) is shared as in a step. Of a GPU's operations
+its kernels are timed instead (`kernel_time`).
 """
 
 from __future__ import annotations
