@@ -189,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", choices=("memory", "time", "search", "quality"), default="memory", help="what is predicted"
     )
+    parser.add_argument("--parts", nargs="*", default=[], help="with --only quality: links, or memory")
     parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
     parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of GPU cells")
     options = parser.parse_args(argv)
@@ -201,7 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.only == "quality":
         from benchmarks.planner import quality
 
-        return quality.main(options.quick, options.output)
+        if unknown := set(options.parts) - set(quality.PARTS):
+            parser.error(f"no such parts: {', '.join(unknown)}; there are {', '.join(quality.PARTS)}")
+        return quality.main(options.quick, options.output, options.parts)
     if options.only == "time":
         from benchmarks.planner import speed
 

@@ -2,6 +2,7 @@
 into less memory than any of these needs.
 
     python -m benchmarks planner --only quality [--quick]
+    python -m benchmarks planner --only quality --parts loopback     one part; the others stay as they are stored
 
 Time: two processes of one core each, behind links of 100 Mb/s, 1 Gb/s and the loopback. `auto` chooses mesh and layout
 by a calibration that these two processes make first, as `splitjax calibrate` does. It takes turns with the baselines on
@@ -16,6 +17,7 @@ of it, may shard the state, rematerialise and take microbatches, and is compiled
 
 from __future__ import annotations
 
+import json
 import math
 import pathlib
 import statistics
@@ -28,9 +30,12 @@ from benchmarks._common import RESULTS, table, virtual_devices, write_stored
 from benchmarks.planner.quality_ways import AUTO, BASELINES, MODELS, XLA_ALONE, model_of, parallel_of
 from benchmarks.planner.speed_cells import FLAGS, LINKS
 
+PAGE = "planner_quality"
 MOST_SLOWER, LEAST_FASTER, SHARE = 1.03, 3, 0.9
 NUM_PROCESSES, ROUNDS, QUICK_ROUNDS, QUALIFYING, STEPS = 2, 15, 3, 3, 2
 QUICK = ("mlp",)
+MEMORY = "memory"
+PARTS = (*LINKS, MEMORY)
 
 
 def paired(turns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
     faster = sorted({cell["model"] for cell in timed_cells if cell["high"] < 1})
     slower = [f"{cell['model']}, {cell['where']}" for cell in timed_cells if cell["ratio"] > MOST_SLOWER]
     lines = ["# How good the plans of `auto` are", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
-    lines += [stored["header"], "", *stored["notes"], ""]
+    lines += [*stored["notes"], ""] if stored["notes"] else []
     lines += [
         f"- Not slower than the best baseline by more than 3 %: **{mark('not slower')}**"
         + (f" (not so: {'; '.join(slower)})." if slower else "."),
@@ -156,7 +161,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
             ]
             for cell in timed_cells if cell["where"] == where
         ]  # fmt: skip
-        lines += [f"### {where}", ""]
+        lines += [f"### {where}", "", stored["headers"].get(where, "").rstrip(), ""]
         lines += table(
             ["model", "what `auto` chose", "`auto`, ms", "predicted, ms", "best baseline", "its ms", "`auto` over it",
              "95 % interval"], rows,
@@ -169,6 +174,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         )
         lines += [""]
     lines += ["## Memory", "", "MiB a device, as XLA's CPU compiler with its memory-optimised scheduler says.", ""]
+    lines += [stored["headers"].get(MEMORY, "").rstrip(), ""]
     mib = lambda count: "refused" if count is None else f"{count / 2**20:.1f}"
     lines += table(
         ["model", *BASELINES, "budget", "`auto` within it", "what it chose"],
@@ -183,31 +189,39 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def main(quick: bool, output: pathlib.Path | None) -> int:
-    """Measures; returns 1 where a goal is missed. `output`: folder of the page; without it a page is written of a whole
-    run only."""
+def main(quick: bool, output: pathlib.Path | None, parts: Sequence[str] = ()) -> int:
+    """Measures; returns 1 where a goal is missed. `output`: folder of the page; without it a page is written of whole
+    runs only, after each part. `parts`: of `PARTS`, all of them where none is named; others stay as they are stored."""
     virtual_devices()
     from benchmarks.machine import header, this_machine
 
-    models, notes, cells = QUICK if quick else MODELS, [], []
-    for where in tuple(LINKS)[-1:] if quick else LINKS:
-        try:
-            found = timed(where, models, quick)
-        except RuntimeError as error:
-            notes.append(f"{where}: {error}")
-            continue
-        cells += found
-        for cell in found:
-            print(f"{where}, {cell['model']}: {cell['ratio']:.3f} of {cell['rival']}", flush=True)
-    within = [fitted(name) for name in models]
-    for cell in within:
-        needed = math.nan if cell["needed"] is None else cell["needed"] / cell["budget"]
-        print(f"{cell['model']}: {needed:.2f} of its budget, {cell['chosen']}", flush=True)
-    others = [cell["others"] for cell in cells if cell["others"] is not None]
-    if others:
-        notes.append(f"Others kept {min(others):.2f} to {max(others):.2f} cores busy meanwhile.")
     command = "python -m benchmarks planner --only quality" + (" --quick" if quick else "")
-    content = {"header": header(this_machine(), command), "notes": notes, "timed": cells, "fitted": within}
-    if output or not quick:
-        print("wrote", write_stored("planner_quality", content, lines_of, output or RESULTS))
-    return int(not quick and not all(is_met(content).values()))
+    file = (output or RESULTS) / f"{PAGE}.json"
+    stored: dict[str, Any] = {"headers": {}, "notes": [], "timed": [], "fitted": []}
+    if parts and file.is_file():
+        stored = json.loads(file.read_text())
+    models = QUICK if quick else MODELS
+    for part in parts or (PARTS[-2:] if quick else PARTS):
+        stored["notes"] = [note for note in stored["notes"] if not note.startswith(part)]
+        if part == MEMORY:
+            stored["fitted"] = [fitted(name) for name in models]
+            for cell in stored["fitted"]:
+                needed = math.nan if cell["needed"] is None else cell["needed"] / cell["budget"]
+                print(f"{cell['model']}: {needed:.2f} of its budget, {cell['chosen']}", flush=True)
+        else:
+            stored["timed"] = [cell for cell in stored["timed"] if cell["where"] != part]
+            try:
+                found = timed(part, models, quick)
+            except RuntimeError as error:
+                stored["notes"].append(f"{part}: {error}")
+                continue
+            stored["timed"] = sorted([*stored["timed"], *found], key=lambda cell: PARTS.index(cell["where"]))
+            for cell in found:
+                print(f"{part}, {cell['model']}: {cell['ratio']:.3f} of {cell['rival']}", flush=True)
+            others = max((cell["others"] for cell in found if cell["others"] is not None), default=None)
+            if others is not None:
+                stored["notes"].append(f"{part}: others kept {others:.2f} cores busy meanwhile.")
+        stored["headers"][part] = header(this_machine(), f"{command} --parts '{part}'")
+        if output or not quick:
+            print("wrote", write_stored(PAGE, stored, lines_of, output or RESULTS))
+    return int(not quick and not all(is_met(stored).values()))

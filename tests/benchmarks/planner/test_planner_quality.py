@@ -43,9 +43,13 @@ def test_who_cannot_win_leaves_after_the_first_rounds():
 
 def test_goals():
     faster = [cell(model, 0.9, 0.95) for model in ("mlp", "vgg16", "lstm")]
-    stored = {"timed": [*faster, cell("llama", 1.02, 1.05)], "fitted": [within(90)], "header": "", "notes": []}
+    stored = {
+        "timed": [*faster, cell("llama", 1.02, 1.05)], "fitted": [within(90)], "headers": {"loopback": "- a machine"},
+        "notes": [],
+    }  # fmt: skip
     assert all(is_met(stored).values())
     assert "llama" not in "\n".join(lines_of(stored)).split("## Time")[0]
+    assert "### loopback\n\n- a machine\n" in "\n".join(lines_of(stored))
     slow = {**stored, "timed": [*faster, cell("llama", 1.04, 1.05)]}
     assert not is_met(slow)["not slower"] and "(not so: llama, loopback)" in "\n".join(lines_of(slow))
     assert not is_met({**stored, "timed": faster[:2]})["faster"]
