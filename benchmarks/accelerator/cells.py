@@ -17,7 +17,7 @@ import optax
 
 import splitjax
 from benchmarks.planner.cells import is_held_out
-from benchmarks.planner.steps import scanned_logits, scanned_params
+from benchmarks.planner.scanned import scanned_logits, scanned_params
 from splitjax.models import build, make_step
 
 # Model, its options, and the batches that it runs with.

@@ -1,7 +1,7 @@
 """Memory before compiling: what `step.memory` predicts of a device, against what XLA's compilers report.
 
     python -m benchmarks planner [--cells NAME ...] [--quick]
-    python -m benchmarks planner --truth FILE              cells that `benchmarks.planner.truth` compiled for GPUs
+    python -m benchmarks planner --truth FILE              cells that `benchmarks.planner.truth` compiled for GPUs or TPUs
     python -m benchmarks planner --only time [--quick]     the time of steps (`benchmarks.planner.speed`)
     python -m benchmarks planner --only search [--quick]   the time to choose layouts (`benchmarks.planner.search`)
     python -m benchmarks planner --only quality [--quick]  plans of `auto` that run (`benchmarks.planner.quality`)
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._common import RESULTS, table, virtual_devices, write_stored
-from benchmarks.machine import header, this_machine
+from benchmarks.machine import PACKAGES, header, this_machine
 from benchmarks.planner.cells import CPU, GPU, Cell, every_cell
 
 GOALS = {"median": 0.05, "p90": 0.12, "worst": 0.20, "holds": 0.98, "above": 0.25}
@@ -31,7 +31,7 @@ QUICK = ("mlp/megatron/64/cpu:8",)
 
 def compiled_total(compiled: dict[str, Any], target: str) -> int:
     """The bytes that a compiler says a device needs."""
-    if target != CPU:
+    if target == GPU:
         return compiled["peak"]
     return compiled["argument"] + compiled["temp"] + compiled["output"] - compiled["alias"]
 
@@ -139,12 +139,40 @@ NOTES = [
 ]  # fmt: skip
 
 
-def _of_gpu(compiled: dict[str, Any], folder: pathlib.Path | None) -> int:
-    """Predicts the GPU cells that were compiled, and writes their page."""
+# By platform what the page of its cells says, which are compiled ahead of time.
+AHEAD: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "for": " for a GPU",
+        "truth": "the peak that XLA's compiler for eight H200s reports, ahead of time and without autotuning",
+        "why": ": without a device its autotuner has no configuration for some of their products",
+        "packages": PACKAGES,
+        "notes": [
+            "The bound is 1.1 times the temporaries of the worst of three orders: 1.003 holds for every cell that is"
+            " not held out, here and among the steps of one device of `benchmarks.accelerator`. What is assumed of the"
+            " compiler was found in the modules of these alone: 13 cells; the five of resnet18, convnext and"
+            " scanned_dots that are not held out came after. Held-out cells had been predicted before: 8 of them by an"
+            " earlier model, which was off by 12.7 % in the median and 126.6 % at worst, and all by this one. Nothing"
+            " was changed for what that showed, and none of their modules was looked at.",
+        ],
+    },
+    "tpu": {
+        "for": " for TPUs",
+        "truth": "the main memory (HBM) that their compiler assigns, ahead of time: arguments + temporaries + results"
+        " that are not written over arguments, without vector memory (VMEM)",
+        "why": "",
+        "packages": (*PACKAGES, "libtpu"),
+        "notes": [],
+    },
+}
+
+
+def _ahead(compiled: dict[str, Any], folder: pathlib.Path | None) -> int:
+    """Predicts the cells of GPUs or of TPUs that were compiled, and writes their page."""
     virtual_devices()
     import jax
 
     found, failed = [], []
+    platform = next(iter(compiled)).rsplit("/", 1)[-1].split(":")[0]
     for name, sizes in compiled.items():
         cell = Cell.parse(name)
         if "error" in sizes:
@@ -153,28 +181,18 @@ def _of_gpu(compiled: dict[str, Any], folder: pathlib.Path | None) -> int:
         found.append(measure(cell, sizes))
         print(cell.name, found[-1]["estimate_bytes"] / found[-1]["total_bytes"] - 1, flush=True)
         jax.clear_caches()
-    missing = [cell.name for cell in every_cell() if cell.target == GPU and cell.name not in compiled]
+    missing = [cell.name for cell in every_cell() if cell.target.startswith(platform) and cell.name not in compiled]
+    page = AHEAD[platform]
     notes = [
-        "The bound is 1.1 times the temporaries of the worst of three orders: 1.003 holds for every cell that is not"
-        " held out, here and among the steps of one device of `benchmarks.accelerator`. What is assumed of the compiler"
-        " was found in the modules of these alone: 13 cells; the five of resnet18, convnext and scanned_dots that are"
-        " not held out came after. Held-out cells had been predicted before: 8 of them by an earlier model, which was"
-        " off by 12.7 % in the median and 126.6 % at worst, and all by this one. Nothing was changed for what that"
-        " showed, and none of their modules was looked at.",
-        "",
-        f"XLA did not compile {', '.join(failed)}: without a device its autotuner has no configuration for some of"
-        " their products."
-        if failed
-        else "XLA compiled all of these.",
-        "",
+        *page["notes"], "",
+        f"XLA did not compile {', '.join(failed)}{page['why']}." if failed else "XLA compiled all of these.", "",
         f"Not compiled yet: {', '.join(missing)}." if missing else "All cells are here.",
-    ]
+    ]  # fmt: skip
     content = {
-        "header": header(this_machine(), "python -m benchmarks planner --truth FILE"), "notes": notes, "cells": found,
-        "for": " for a GPU",
-        "truth": "the peak that XLA's compiler for eight H200s reports, ahead of time and without autotuning",
+        "header": header(this_machine(page["packages"]), "python -m benchmarks planner --truth FILE"), "notes": notes,
+        "cells": found, "for": page["for"], "truth": page["truth"],
     }  # fmt: skip
-    print("wrote", write_stored("planner-gpu", content, lines_of, folder))
+    print("wrote", write_stored(f"planner-{platform}", content, lines_of, folder))
     return 0
 
 
@@ -191,10 +209,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--parts", nargs="*", default=[], help="with --only quality: links, or memory")
     parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
-    parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of GPU cells")
+    parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of cells of GPUs or TPUs")
     options = parser.parse_args(argv)
     if options.truth:
-        return _of_gpu(json.loads(options.truth.read_text()), options.output)
+        return _ahead(json.loads(options.truth.read_text()), options.output)
     if options.only == "search":
         from benchmarks.planner import search
 

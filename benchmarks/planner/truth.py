@@ -1,5 +1,6 @@
 """Compiles cells and keeps what their compilers say of memory: `python -m benchmarks.planner.truth FILE [CELL ...]`.
 
+CELL: a cell's name, or the beginning of targets, such as `tpu` (all cells that are compiled for TPUs).
 Cells that the file has are not compiled again. On the CPU the memory-optimised scheduler is asked for, as a user would
 who is short of memory; LLVM's optimisations, which come behind buffer assignment, are off."""
 
@@ -37,7 +38,10 @@ def main(file: str, names: list[str]) -> int:
 
     path = pathlib.Path(file)
     known = json.loads(path.read_text()) if path.exists() else {}
-    for cell in map(Cell.parse, names) if names else every_cell():
+    cells = [Cell.parse(name) for name in names if "/" in name]
+    targets = tuple(name for name in names if "/" not in name) if names else ("",)
+    cells += [cell for cell in every_cell() if cell.target.startswith(targets)]
+    for cell in cells:
         if cell.name in known:
             continue
         try:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks._common import RESULTS
-from benchmarks.planner.cells import GPU, Cell, every_cell
+from benchmarks.planner.cells import GPU, TPU, Cell, every_cell
 from benchmarks.planner.main import lines_of, summary
 
 
@@ -22,8 +22,8 @@ def test_the_page_of_gpus_says_what_is_stored():
         assert cell["held_out"] == Cell.parse(cell["cell"]).is_held_out
 
 
-@pytest.mark.parametrize("target", ["cpu:8", "tpu:v5e:2x4", GPU])
+@pytest.mark.parametrize("target", ["cpu:8", TPU, GPU])
 def test_a_third_of_a_targets_cells_is_held_out(target):
     cells = [cell for cell in every_cell() if cell.target == target]
-    assert len({cell.name for cell in cells}) == len(cells) >= 39
+    assert len({cell.name for cell in cells}) == len(cells) >= 36
     assert 0.2 < sum(cell.is_held_out for cell in cells) / len(cells) < 0.5
