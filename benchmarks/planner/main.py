@@ -1,7 +1,7 @@
 """Memory before compiling: what `step.memory` predicts of a device, against what XLA's compilers report.
 
     python -m benchmarks planner [--cells NAME ...] [--quick]
-    python -m benchmarks planner --truth FILE              cells that `benchmarks.planner.truth` compiled for GPUs or TPUs
+    python -m benchmarks planner --truth FILE              what `benchmarks.planner.truth` compiled for GPUs or TPUs
     python -m benchmarks planner --only time [--quick]     the time of steps (`benchmarks.planner.speed`)
     python -m benchmarks planner --only search [--quick]   the time to choose layouts (`benchmarks.planner.search`)
     python -m benchmarks planner --only quality [--quick]  plans of `auto` that run (`benchmarks.planner.quality`)
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--parts", nargs="*", default=[], help="with --only quality: links, or memory")
     parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
-    parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of cells of GPUs or TPUs")
+    parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of GPUs or TPUs")
     options = parser.parse_args(argv)
     if options.truth:
         return _ahead(json.loads(options.truth.read_text()), options.output)
