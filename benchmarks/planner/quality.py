@@ -126,16 +126,18 @@ def is_met(stored: Mapping[str, Any]) -> dict[str, bool]:
     on three models, and within every budget."""
     faster = {cell["model"] for cell in stored["timed"] if cell["high"] < 1}
     return {
-        "not slower": all(cell["ratio"] <= MOST_SLOWER for cell in stored["timed"]),
+        "not slower": bool(stored["timed"]) and all(cell["ratio"] <= MOST_SLOWER for cell in stored["timed"]),
         "faster": len(faster) >= LEAST_FASTER,
-        "fits": all(cell["needed"] is not None and cell["needed"] <= cell["budget"] for cell in stored["fitted"]),
+        "fits": bool(stored["fitted"])
+        and all(cell["needed"] is not None and cell["needed"] <= cell["budget"] for cell in stored["fitted"]),
     }
 
 
 def lines_of(stored: Mapping[str, Any]) -> list[str]:
     """The lines of the page."""
     met, timed_cells = is_met(stored), stored["timed"]
-    mark = lambda name: "met" if met[name] else "missed"
+    measured = {"fits": stored["fitted"]}
+    mark = lambda name: "met" if met[name] else "missed" if measured.get(name, timed_cells) else "not measured"
     faster = sorted({cell["model"] for cell in timed_cells if cell["high"] < 1})
     slower = [f"{cell['model']}, {cell['where']}" for cell in timed_cells if cell["ratio"] > MOST_SLOWER]
     lines = ["# How good the plans of `auto` are", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]

@@ -55,6 +55,8 @@ def test_goals():
     assert not is_met({**stored, "timed": faster[:2]})["faster"]
     assert not is_met({**stored, "fitted": [within(91)]})["fits"]
     assert not is_met({**stored, "fitted": [within(None)]})["fits"]
+    none = {**stored, "timed": [], "fitted": []}
+    assert not any(is_met(none).values()) and "\n".join(lines_of(none)).count("**not measured**") == 3
 
 
 def test_a_small_model_fits_into_nine_tenths():
