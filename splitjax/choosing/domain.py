@@ -2,8 +2,8 @@
 
 A traced graph and the shape of a mesh come in. A variable is a layer, or all layers that repeat it: those whose
 parameters are alike and whose names differ in the numbers of blocks alone; layers whose weights one product reads
-together, as the gates of a cell, are one variable, too. A value is a rule for these layers, so that
-every assignment is a rule set: it is laid out by the room `rules`, legal by construction, and can be written to a file.
+together, as the gates of a cell, are one variable, too. A value is a rule for these layers, so that every assignment is
+a rule set: it is laid out by the room `rules`, legal by construction, and can be written to a file.
 """
 
 from __future__ import annotations
@@ -90,24 +90,32 @@ def groups_of(graph: Graph, mesh: MeshShape, mode: Mode) -> tuple[Group, ...]:
     for layer in graph.layers:
         if layer.params:
             alike.setdefault(_likeness(graph, layer), []).append(layer)
-    groups = _read_together(graph, list(alike.values()))
+    groups = _joined(alike.values(), read_together(graph))
     return tuple(Group(tuple(layers), tuple(_ways(graph, layers[0], mesh, mode))) for layers in groups)
 
 
-def _read_together(graph: Graph, groups: Sequence[list[Layer]]) -> list[list[Layer]]:
-    """Returns `groups` of layers with those joined of whose weights a product reads several as one operand: a device
-    has the same part of each, or none of the operand."""
-    number = {path: i for i, layers in enumerate(groups) for layer in layers for path in layer.params}
-    first = list(range(len(groups)))  # by group, the one that it belongs to
+def read_together(graph: Graph) -> dict[str, frozenset[str]]:
+    """Returns, by the name of a layer, those whose weights a product reads together with its weight as one operand, the
+    layer among them: the gates of a cell, which are concatenated. A device has the same part of each, or else none of
+    the operand."""
+    owner = {path: layer.name for layer in graph.layers for path in layer.params}
+    found = {layer.name: frozenset((layer.name,)) for layer in graph.layers}
     for use in graph.uses:
-        for path in use.beside:
-            if use.param in number and path in number:
-                low, high = sorted((first[number[use.param]], first[number[path]]))
-                first = [low if each == high else each for each in first]
-    found: dict[int, list[Layer]] = {}
-    for i, layers in enumerate(groups):
-        found.setdefault(first[i], []).extend(layers)
-    return list(found.values())
+        names = [owner[path] for path in (use.param, *use.beside) if path in owner]
+        joined = frozenset().union(*(found[name] for name in names))
+        found |= dict.fromkeys(joined, joined)
+    return found
+
+
+def _joined(groups: Iterable[list[Layer]], together: Mapping[str, frozenset[str]]) -> list[list[Layer]]:
+    """Returns `groups` of layers, those with layers that are read `together` as one."""
+    found: list[list[Layer]] = []
+    for layers in groups:
+        wanted = frozenset().union(*(together[layer.name] for layer in layers))
+        meets = [other for other in found if wanted & {layer.name for layer in other}]
+        found = [other for other in found if other not in meets]
+        found.append([*(layer for other in meets for layer in other), *layers])
+    return found
 
 
 def rule_set(groups: Sequence[Group], values: Sequence[int], mode: Mode) -> RuleSet:

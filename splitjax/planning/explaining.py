@@ -12,11 +12,11 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from splitjax._plan_explained import Alternative, Explanation, StepCost
 from splitjax.choosing import Prices
-from splitjax.choosing.domain import Group, groups_of, rule_set
+from splitjax.choosing.domain import Group, groups_of, read_together, rule_set
 from splitjax.errors import PlanError, SplitjaxError, UnavailableError
 from splitjax.machines.targets import parse_target
 from splitjax.mesh import MeshShape
@@ -63,18 +63,22 @@ def explain(draft: Draft, name: str, on: str | None = None, *, target: str | Non
     leaves = tuple(by_path[path] for path in layer.params) if layer is not None else (leaf,) if leaf is not None else ()
     own = "" if layer is None else layer.name
     group = None if layer is None else _group(draft, layer.name)
+    together = read_together(draft.graph).get(own, frozenset((own,)))
+    reasons = list(_reasons(draft, leaves, layer, own))
+    if others := sorted(together - {own}):
+        reasons.append(f"one product reads its weight with those of {', '.join(others)}: they are to lie alike")
     return Explanation(
         name=name,
         layer=own,
         kind="" if layer is None else layer.kind,
-        alike=() if group is None else tuple(each.name for each in group.layers if each.name != own),
+        alike=() if group is None else tuple(each.name for each in group.layers if each.name not in together),
         leaves=leaves,
-        reasons=tuple(dict.fromkeys(_reasons(draft, leaves, layer, own))),
+        reasons=tuple(dict.fromkeys(reasons)),
         constraints=tuple(each for each in draft.constraints if own and each.layer == own),
         collectives=tuple(each for each in costs.base.collectives if own and each.layer == own),
         machine=machine,
         planned=costs.of(costs.base),
-        alternatives=() if layer is None or group is None else _alternatives(costs, layer, group),
+        alternatives=() if layer is None or group is None else _alternatives(costs, layer, group, together),
     )
 
 
@@ -166,10 +170,11 @@ def _reasons(draft: Draft, leaves: Sequence[LeafPlan], layer: LayerPlan | None, 
     )
 
 
-def _alternatives(costs: _Costs, layer: LayerPlan, group: Group) -> tuple[Alternative, ...]:
-    """Returns every layout of a layer: the plan's own, then others by seconds, then those that cannot be had."""
+def _alternatives(costs: _Costs, layer: LayerPlan, group: Group, together: Collection[str]) -> tuple[Alternative, ...]:
+    """Returns every layout of a layer: the plan's own, then others by seconds, then those that cannot be had. Layers
+    that are read `together` with it lie as it does."""
     draft = costs.draft
-    alone = Group(tuple(each for each in group.layers if each.name == layer.name), group.ways)
+    alone = Group(tuple(each for each in group.layers if each.name in together), group.ways)
     found: list[Alternative] = []
     free, freed = _unpinned(draft, layer)
     for number, way in enumerate(group.ways):

@@ -146,3 +146,19 @@ def test_mistakes(name, on, error, words):
     with pytest.raises(error, match=words) as caught:
         step.plan(*shapes).explain(name, on)
     assert caught.value.remedy and caught.value.place
+
+
+def test_a_gate_is_compared_with_those_that_a_product_reads_with_it():
+    spec = build("lstm", vocab_size=64, max_len=4, embedding_width=8, hidden_width=16, negatives=4)
+    init, step, _ = make_step(spec, optax.sgd(0.1), value_and_grad=splitjax.value_and_grad)
+    arguments = jax.eval_shape(init, jax.random.key(0)), spec.example(8)
+    plan = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron").plan(*arguments)
+    hidden = {f"params/lstm1/cell/h{gate}" for gate in "fgio"}
+    first, other = (plan.explain(f"params/lstm1/cell/{gate}") for gate in ("hf", "hg"))
+    assert not first.alike and any("one product reads its weight with those of" in why for why in first.reasons)
+    costs = []
+    for explained in (first, other):
+        whole = next(each for each in explained.alternatives if each.name == "whole")
+        assert {*whole.along, explained.layer} == hidden
+        costs.append(whole.cost)
+    assert costs[0] == costs[1], "it is the same layout"
