@@ -27,6 +27,7 @@ from splitjax.sync.link import of_process_0
 
 Clock = Literal["wall", "processor"]
 AXES = ("apart", "group")
+_AMONG = PartitionSpec(None, AXES)  # of sets of arrays: each device has its own
 _MOST_TURNS = 1 << 20
 _WRITTEN_TURNS = 4  # at least, of what does not run in a loop
 _LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
@@ -78,57 +79,12 @@ class Timer:
         if mesh is None and self.devices[0].platform == "gpu":
             return self._by_kernels(turn, arrays, cold)
         mesh = mesh or self.mesh()
-        spec = PartitionSpec(AXES)
         result = jax.eval_shape(lambda *xs: _alone(turn, mesh)(*xs), *arrays)
         num_sets = _num_sets((*arrays, result), _COLD_BYTES) if cold else 1
-
-        def one_after_the_other(num_turns: int, *blocks: Any) -> Any:
-            sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
-            last = jnp.zeros(result.shape, result.dtype)
-            for number in range(num_turns):
-                first, *others = sets[number % num_sets]
-                last = turn(_poke(first, last), *others)
-            return last[None]
-
-        def loop(num_turns: Any, *blocks: Any) -> Any:
-            sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
-
-            def body(_: Any, carry: Any) -> Any:
-                # What the last turn made goes into this one, so that no turn can be left out or moved.
-                firsts = [_poke(first, last) for first, last in carry]
-                return [(first, turn(first, *each[1:])) for first, each in zip(firsts, sets, strict=True)]
-
-            begin = [(each[0], jnp.zeros(result.shape, result.dtype)) for each in sets]
-            return [last[None] for _, last in lax.fori_loop(0, num_turns, body, begin)]
-
-        among = PartitionSpec(None, AXES)
-        values = [_filled(array, num_sets, mesh, among) for array in arrays]
-        sharded = functools.partial(jax.shard_map, mesh=mesh, out_specs=spec, check_vma=False)
-        given = tuple(among for _ in arrays)
-        if in_loop:
-            turns_of_a_run = num_sets
-            program = jax.jit(sharded(loop, in_specs=(PartitionSpec(), *given)))
-
-            def run(num_turns: int) -> float:
-                count = jnp.asarray(num_turns, jnp.int32)
-                return self._taken(lambda: program(count, *values))
-
-            def without(num_turns: int) -> float:
-                return run(0)
-        else:
-            turns_of_a_run = max(num_sets, _WRITTEN_TURNS)
-            written, empty = (
-                jax.jit(sharded(functools.partial(one_after_the_other, count), in_specs=given))
-                for count in (turns_of_a_run, 0)
-            )
-
-            def run(num_turns: int) -> float:
-                return self._taken(lambda: [written(*values) for _ in range(num_turns)])
-
-            def without(num_turns: int) -> float:
-                return self._taken(lambda: [empty(*values) for _ in range(num_turns)])
-
-            without(1)
+        values = [_filled(array, num_sets, mesh, _AMONG) for array in arrays]
+        program = (_in_a_loop if in_loop else _one_by_one)(turn, result, values, num_sets, mesh)
+        run, without = (functools.partial(self._taken, each) for each in (program.run, program.without))
+        without(1)
         run(1)
         num_turns = 1
         while True:
@@ -142,13 +98,13 @@ class Timer:
             (taken,) = of_process_0([turns_alone(pairs)])
             # Where other work made the turns above look long enough, there are too few to be told from a call.
             if taken >= self.enough_seconds / 4 or num_turns >= _MOST_TURNS:
-                return max(taken / (num_turns * turns_of_a_run), _LEAST_SECONDS)
+                return max(taken / (num_turns * program.num_turns), _LEAST_SECONDS)
             num_turns = min(4 * num_turns, _MOST_TURNS)
 
-    def _taken(self, run: Callable[[], Any]) -> float:
-        """Returns the seconds until what `run` returns is there."""
+    def _taken(self, run: Callable[[int], Any], times: int) -> float:
+        """Returns the seconds until what `run` returns is there. `times`: its argument."""
         started = self._now()
-        jax.block_until_ready(run())
+        jax.block_until_ready(run(times))
         return self._now() - started
 
     def _by_kernels(self, turn: Callable[..., Any], arrays: Sequence[Any], cold: bool) -> float:
@@ -184,6 +140,66 @@ class Timer:
             return time.perf_counter()
         own = sum(device.process_index == jax.process_index() for device in self.devices)
         return time.process_time() / min(own, num_cores())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """Holds programs of turns. `run`: calls them for so many times `num_turns` turns, and returns what they make.
+    `without`: does the same but for the turns."""
+
+    run: Callable[[int], Any]
+    without: Callable[[int], Any]
+    num_turns: int
+
+
+def _in_a_loop(turn: Callable[..., Any], result: Any, values: Sequence[Any], num_sets: int, mesh: Mesh) -> _Turns:
+    """Returns the program of one loop whose every round is a turn on each of `num_sets` sets of arrays.
+
+    **Arguments:** `turn`, `mesh`: as of `Timer.seconds`. `result`: the shape of what a turn returns. `values`: the sets
+    of each array, over all devices."""
+
+    def loop(num_rounds: Any, *blocks: Any) -> Any:
+        sets = [tuple(block[i, 0] for block in blocks) for i in range(num_sets)]
+
+        def body(_: Any, carry: Any) -> Any:
+            # What the last turn made goes into this one, so that no turn can be left out or moved.
+            firsts = [_poke(first, last) for first, last in carry]
+            return [(first, turn(first, *each[1:])) for first, each in zip(firsts, sets, strict=True)]
+
+        begin = [(each[0], jnp.zeros(result.shape, result.dtype)) for each in sets]
+        return [last[None] for _, last in lax.fori_loop(0, num_rounds, body, begin)]
+
+    specs = (PartitionSpec(), *(_AMONG for _ in values))
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(AXES), check_vma=False))
+
+    def run(num_rounds: int) -> Any:
+        return program(jnp.asarray(num_rounds, jnp.int32), *values)
+
+    return _Turns(run, lambda _: run(0), num_sets)
+
+
+def _one_by_one(turn: Callable[..., Any], result: Any, values: Sequence[Any], num_sets: int, mesh: Mesh) -> _Turns:
+    """Returns programs in which turns are written one behind the other, for what compilers make otherwise in a loop.
+    The arguments are those of `_in_a_loop`."""
+    num_turns = max(num_sets, _WRITTEN_TURNS)
+
+    def program(count: int) -> Any:
+        def turns(*blocks: Any) -> Any:
+            last = jnp.zeros(result.shape, result.dtype)
+            for number in range(count):
+                first, *others = (block[number % num_sets, 0] for block in blocks)
+                last = turn(_poke(first, last), *others)
+            return last[None]
+
+        specs = tuple(_AMONG for _ in values)
+        return jax.jit(jax.shard_map(turns, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(AXES), check_vma=False))
+
+    with_turns, empty = program(num_turns), program(0)
+    return _Turns(
+        lambda times: [with_turns(*values) for _ in range(times)],
+        lambda times: [empty(*values) for _ in range(times)],
+        num_turns,
+    )
 
 
 def typical(seconds: Sequence[float]) -> float:
