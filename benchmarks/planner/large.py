@@ -17,7 +17,7 @@ import splitjax
 from benchmarks.modern.models import Decoder, make_step, state_of
 from benchmarks.modern.steps._parts import EncoderBlock, Perceptron, timestep_embedding
 from benchmarks.modern.steps.diffusion import ResidualBlock
-from benchmarks.planner.scanned import adamw, scanned_logits, scanned_params, token_step
+from benchmarks.planner.scanned import scanned_logits, scanned_params, state_init, token_step, trained
 from splitjax.models import build
 from splitjax.models import make_step as make_own_step
 
@@ -119,7 +119,7 @@ def _gpt2_xl(batch: int) -> Made:
 
 
 def _vit_large(batch: int) -> Made:
-    model, tx = ViT(), adamw()
+    model = ViT()
 
     def loss_of(params: Any, batch: Any) -> Any:
         logits = model.apply({"params": params}, batch["image"])
@@ -129,11 +129,11 @@ def _vit_large(batch: int) -> Made:
         "image": jax.ShapeDtypeStruct((batch, 224, 224, 3), jnp.float32),
         "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
-    return _linen_step(model, tx, loss_of, shapes, ("image",))
+    return _linen_step(model, loss_of, shapes, ("image",))
 
 
 def _unet(batch: int) -> Made:
-    model, tx = UNet(), adamw()
+    model = UNet()
 
     def loss_of(params: Any, batch: Any) -> Any:
         found = model.apply({"params": params}, batch["noisy"], batch["time"])
@@ -141,22 +141,14 @@ def _unet(batch: int) -> Made:
 
     image = jax.ShapeDtypeStruct((batch, 64, 64, 3), jnp.float32)
     shapes = {"noisy": image, "noise": image, "time": jax.ShapeDtypeStruct((batch,), jnp.float32)}
-    return _linen_step(model, tx, loss_of, shapes, ("noisy", "time"))
+    return _linen_step(model, loss_of, shapes, ("noisy", "time"))
 
 
-def _linen_step(
-    model: nn.Module, tx: optax.GradientTransformation, loss_of: Callable[..., Any], shapes: Any, read: tuple[str, ...]
-) -> Made:
+def _linen_step(model: nn.Module, loss_of: Callable[..., Any], shapes: Any, read: tuple[str, ...]) -> Made:
     """A step of a Linen model. `shapes`: of a batch. `read`: its entries that the model is called with."""
 
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = splitjax.value_and_grad(loss_of)(state["params"], batch)
-        updates, opt = tx.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
-
-    def init() -> Any:
+    def init_params(key: Any) -> Any:
         values = [jnp.zeros((1, *shapes[name].shape[1:]), shapes[name].dtype) for name in read]
-        params = model.init(jax.random.key(0), *values)["params"]
-        return {"params": params, "opt": tx.init(params)}
+        return model.init(key, *values)["params"]
 
-    return step, (jax.eval_shape(init), shapes)
+    return trained(loss_of), (jax.eval_shape(state_init(init_params), jax.random.key(0)), shapes)

@@ -17,25 +17,31 @@ def adamw() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
 
 
+def trained(loss_of: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A step that trains with `adamw`. `loss_of`: of parameters and a batch."""
+    tx = adamw()
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = splitjax.value_and_grad(loss_of)(state["params"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+    return step
+
+
 def token_step(
     logits_of: Callable[[Any, Any], Any], init_params: Callable[[Any], Any], batch: int, length: int
 ) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     """A step that trains on the next of `length` tokens, and the shapes of its state and of a batch.
 
     `logits_of`: of parameters and ids. `init_params`: of a key."""
-    tx = adamw()
 
-    def step(state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            logits = logits_of(params, batch["tokens"][:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
-
-        loss, grads = splitjax.value_and_grad(loss_fn)(state["params"])
-        updates, opt = tx.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+    def loss_of(params: Any, batch: Any) -> Any:
+        logits = logits_of(params, batch["tokens"][:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
     state = jax.eval_shape(state_init(init_params), jax.random.key(0))
-    return step, (state, {"tokens": jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)})
+    return trained(loss_of), (state, {"tokens": jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)})
 
 
 def state_init(init_params: Callable[[Any], Any]) -> Callable[[Any], Any]:
