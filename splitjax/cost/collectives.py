@@ -1,4 +1,4 @@
-"""Says what a use of a weight, and what the gradient of a parameter, sends: the collectives of a planned step.
+"""Says what a use of a weight sends: the collectives of a planned step that move activations.
 
 The flows of a step's activations and the layout of its leaves come in (`cost.prediction` puts them together for a
 step), `Event`s come out: for each what one device sends per step, and why; nothing is compiled.
@@ -10,16 +10,17 @@ that are gathered for the next layer, s bytes a value, send per worker and step
 
 bytes (the tests hold the sum of the prediction against this formula):
 
-- gradients (`gradient_events`): the first two terms;
+- gradients (`cost.gradients`): the first two terms;
 - crossings between replicated layers, whose batch is split over all axes, and split layers: the third;
 - activations between split layers, by the column and row rules of Shoeybi et al., "Megatron-LM" (arXiv 1909.08053,
   section 3): the fourth;
 - beside the formula, split dims that a Fourier transform needs whole (`cost.transforms`).
 
 An output that no later layer reads stays as it is: the loss is computed where it lies, and what it reduces of split
-columns is sent for each example. Tokens that are sorted by expert for ragged products are gathered as they are picked
+columns is sent for each example. So is what a normalisation reduces of split features, and the cotangents of that.
+Tokens that are sorted by expert for ragged products are gathered as they are picked
 or put. Not predicted: what XLA makes of these products where their weights are not stored in parts
-(`planning.sites.ragged`); and, because small: scalars, statistics of norms whose features are split, ids. What
+(`planning.sites.ragged`); and, because small: scalars and ids. What
 rematerialisation repeats is sent once more, in the backward pass. Where the collectives are left to XLA (no gradient
 boundary, or not a plain product: see `planning.sites.exchange`), compilers write an all-reduce for each reduce-scatter
 (twice the bytes), one per cotangent for several layers that read one input (q, k, v) where one of the sum would do, and
@@ -30,9 +31,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.flow import Axes, Setting, Sorting, WeightFlow, linked, stays_dealt, used_axes
+from splitjax.cost.flow import Axes, Setting, Sorting, WeightFlow, linked, stays_dealt
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.saved import SavedInput
 from splitjax.cost.transforms import LocalTransform
@@ -58,12 +60,14 @@ Event = tuple[str, Axes, int, Purpose]
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
+def on_forward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
+    """Returns a purpose in the forward pass. The arguments are those of `Purpose`."""
     return Purpose(kind, Phase.FORWARD, leaf, source)
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
+def on_backward(kind: Kind, leaf: str | None = None, source: str = "") -> Purpose:
+    """Returns a purpose in the backward pass. The arguments are those of `Purpose`."""
     return Purpose(kind, Phase.BACKWARD, leaf, source)
 
 
@@ -84,13 +88,13 @@ def transform_events(transform: LocalTransform, mesh: MeshShape) -> Iterator[Eve
     """Yields what brings the transformed dims of a Fourier transform together."""
     for op, axes, num_bytes, is_backward in transform.sent(mesh):
         kind = Kind.FOURIER_EXAMPLES if op == "all_to_all" else Kind.FOURIER_DIM
-        yield op, axes, num_bytes, (_backward if is_backward else _forward)(kind)
+        yield op, axes, num_bytes, (on_backward if is_backward else on_forward)(kind)
 
 
 def saved_events(saved: SavedInput, widens: bool) -> Iterator[Event]:
     """Yields what brings the parts of an activation together that is kept for the backward pass. `widens`: as for
     `use_events`."""
-    event = "all_gather", saved.axes, saved.whole_bytes, _backward(Kind.SAVED_INPUT)
+    event = "all_gather", saved.axes, saved.whole_bytes, on_backward(Kind.SAVED_INPUT)
     yield from _sent_as((event,), saved.dtype, widens)
 
 
@@ -102,8 +106,8 @@ def statistic_events(statistic: Statistic, leaf: LeafPlan, setting: Setting) -> 
     axes = tuple(axis for axis in setting.batch_axes if axis in mesh.wide and axis not in split)
     times, parts = statistic.trips * itemsize(statistic.dtype), mesh.size(split)
     for purpose, sizes in (
-        (_forward(Kind.STATISTIC, leaf.path), statistic.sums),
-        (_backward(Kind.STATISTIC_COTANGENT, leaf.path), statistic.laid),
+        (on_forward(Kind.STATISTIC, leaf.path), statistic.sums),
+        (on_backward(Kind.STATISTIC_COTANGENT, leaf.path), statistic.laid),
     ):
         yield from (("all_reduce", axes, times * elements // parts, purpose) for elements in sizes if axes)
 
@@ -119,7 +123,7 @@ def _in_turns(event: Event, mesh: MeshShape) -> tuple[Event, ...]:
     whole = num_bytes * mesh.size(axes) if by_rows else num_bytes
     summed = "all_reduce", axes, whole, dataclasses.replace(purpose, in_turns=True)
     if purpose.kind == Kind.RETURN_ROWS:
-        return ("all_gather", axes, whole, _backward(Kind.ROWS_COTANGENT)), summed
+        return ("all_gather", axes, whole, on_backward(Kind.ROWS_COTANGENT)), summed
     return (summed,)
 
 
@@ -130,14 +134,17 @@ def use_events(
     group_comm: str,
     sums_apart: bool = False,
     widens: bool = False,
+    maxima_apart: bool = True,
 ) -> Iterator[Event]:
     """Yields what moves activations and their cotangents around the use at position `i`: entering it, then leaving it.
     It depends on the flow at `i`, and on those at its producer and its consumer.
 
     `group_comm`: `gather` and `modulo` send the same bytes, the latter a part in each turn; `turns` all-reduces them
-    instead. `sums_apart`: whether the compiler sums the cotangents of one input by one, and `widens`: sends bfloat16 as
-    float32 (`prediction.Manner`)."""
-    for event in _activations(i, chain, mesh, sums_apart, widens):
+    instead. `sums_apart`, `widens`, `maxima_apart`: what the compiler does (`parts.Manner`)."""
+    events = itertools.chain(
+        _activations(i, chain, mesh, sums_apart, widens), _reductions(chain[i], chain, widens, maxima_apart)
+    )
+    for event in events:
         yield from _in_turns(event, mesh) if group_comm == "turns" else (event,)
 
 
@@ -161,19 +168,25 @@ def _activations(
             *_enter_row(flow, chain, mesh),
         )
         entering = tuple(event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
-        yield from _sent_as((*entering, *_again(entering, use.reread)), use.data_dtype, widens)
+        yield from _sent_as((*entering, *again(entering, use.reread)), use.data_dtype, widens)
     elif flow.data_group_bytes and flow.recurs and apart:  # the state is gathered once for all gates
         entering = [event for event in _enter_column(flow, chain, mesh) if event[-1].kind == Kind.COLUMNS_COTANGENT]
         yield from _sent_as(entering, use.data_dtype, widens)
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
     leaving = (*leaving, *_leave_shared(flow))
-    yield from _sent_as((*leaving, *_again(leaving, use.repeated)), use.out_dtype, widens)
+    yield from _sent_as((*leaving, *again(leaving, use.repeated)), use.out_dtype, widens)
     for sorting in flow.sorting:
         events = [event for event in _sort(sorting) if event[-1].phase == Phase.FORWARD or sorting.pick.is_learned]
-        yield from _sent_as((*events, *_again(events, sorting.pick.repeated)), sorting.pick.dtype, widens)
-    for each in flow.reduced:
-        event = each.op, flow.free, each.num_bytes, _forward(Kind.REDUCED_FEATURES)
-        yield from _sent_as((event, *_again((event,), each.repeated)), each.dtype, widens)
+        yield from _sent_as((*events, *again(events, sorting.pick.repeated)), sorting.pick.dtype, widens)
+
+
+def _reductions(flow: WeightFlow, chain: Sequence[WeightFlow], widens: bool, maxima_apart: bool) -> Iterator[Event]:
+    """Yields what reduces the columns of a use's output, of which each device has a part."""
+    for each in flow.reduced if columns_stay(flow, chain) else ():
+        if maxima_apart or not each.beside_place:
+            purpose = (on_backward if each.backward else on_forward)(Kind.REDUCED_FEATURES)
+            event = each.op, flow.free, each.num_bytes, purpose
+            yield from _sent_as((event, *again((event,), each.repeated)), each.dtype, widens)
 
 
 def _sent_as(events: Iterable[Event], dtype: str, widens: bool) -> Iterator[Event]:
@@ -183,7 +196,7 @@ def _sent_as(events: Iterable[Event], dtype: str, widens: bool) -> Iterator[Even
         yield op, axes, times * num_bytes, purpose
 
 
-def _again(events: Sequence[Event], times: int) -> Iterator[Event]:
+def again(events: Sequence[Event], times: int) -> Iterator[Event]:
     """Yields what rematerialisation sends again of `events`, in the backward pass: what the forward pass sends."""
     for op, axes, num_bytes, purpose in events if times else ():
         if purpose.phase == Phase.FORWARD:
@@ -200,18 +213,21 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     source = linked(flow.producer, axes, chain)
     if flow.recurs and not flow.crossing:
         # Each device keeps its part of the states for the backward pass, where the weight's gradient reads them whole.
-        yield "all_gather", axes, whole, _forward(Kind.WHOLE_STATE)
-        yield "all_gather", axes, whole, _backward(Kind.WHOLE_STATE)
-        yield "all_reduce", axes, whole, _backward(Kind.COLUMNS_COTANGENT)
+        yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)
+        yield "all_gather", axes, whole, on_backward(Kind.WHOLE_STATE)
+        yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
+    elif flow.recurs:
+        yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)
+        yield "reduce_scatter", axes, whole, on_backward(Kind.WHOLE_FEATURES_COTANGENT, source=flow.use.layer)
     elif source and set(source.free) & set(axes):
         name = source.use.layer
-        yield "all_gather", axes, whole, _forward(Kind.WHOLE_FEATURES, source=name)
-        yield "reduce_scatter", axes, whole, _backward(Kind.WHOLE_FEATURES_COTANGENT, source=name)
+        yield "all_gather", axes, whole, on_forward(Kind.WHOLE_FEATURES, source=name)
+        yield "reduce_scatter", axes, whole, on_backward(Kind.WHOLE_FEATURES_COTANGENT, source=name)
     elif source or not flow.crossing:
-        yield "all_reduce", axes, whole, _backward(Kind.COLUMNS_COTANGENT)
+        yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
     else:
-        yield "all_gather", axes, whole, _forward(Kind.ENTER_COLUMNS)
-        yield "reduce_scatter", axes, whole, _backward(Kind.RETURN_COLUMNS)
+        yield "all_gather", axes, whole, on_forward(Kind.ENTER_COLUMNS)
+        yield "reduce_scatter", axes, whole, on_backward(Kind.RETURN_COLUMNS)
 
 
 def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
@@ -225,10 +241,11 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     if any(each and set(each.free) & set(axes) for each in sources):
         return
     if source or not flow.crossing:
-        yield "all_gather", axes, flow.data_group_bytes // mesh.size(_dealt_over(flow)), _backward(Kind.ROWS_COTANGENT)
+        whole = flow.data_group_bytes // mesh.size(_dealt_over(flow))
+        yield "all_gather", axes, whole, on_backward(Kind.ROWS_COTANGENT)
     else:
-        yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.ENTER_ROWS)
-        yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.RETURN_ROWS)
+        yield "all_to_all", axes, flow.data_share_bytes, on_forward(Kind.ENTER_ROWS)
+        yield "all_to_all", axes, flow.data_share_bytes, on_backward(Kind.RETURN_ROWS)
 
 
 def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
@@ -238,10 +255,10 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
         return
     whole = flow.out_group_bytes // mesh.size((*flow.free, *_dealt_over(flow)))
     if stays_in_group(flow, chain):
-        yield "all_reduce", axes, whole, _forward(Kind.ROWS_OUTPUT)
+        yield "all_reduce", axes, whole, on_forward(Kind.ROWS_OUTPUT)
     else:
-        yield "reduce_scatter", axes, whole, _forward(Kind.LEAVE_ROWS)
-        yield "all_gather", axes, whole, _backward(Kind.COTANGENTS_TO_ROWS)
+        yield "reduce_scatter", axes, whole, on_forward(Kind.LEAVE_ROWS)
+        yield "all_gather", axes, whole, on_backward(Kind.COTANGENTS_TO_ROWS)
 
 
 def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
@@ -249,15 +266,15 @@ def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     for the loss if it is the last; not where its columns are joined with other values."""
     axes = flow.free
     if flow.joined is not None:
-        yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.WHOLE_OUTPUT)
+        yield "all_gather", axes, flow.out_group_bytes, on_forward(Kind.WHOLE_OUTPUT)
         return
     if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
         return
     if flow.crossing:
-        yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.LEAVE_COLUMNS)
-        yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.COTANGENTS_TO_COLUMNS)
+        yield "all_to_all", axes, flow.out_share_bytes, on_forward(Kind.LEAVE_COLUMNS)
+        yield "all_to_all", axes, flow.out_share_bytes, on_backward(Kind.COTANGENTS_TO_COLUMNS)
     else:
-        yield "all_gather", axes, flow.out_group_bytes // mesh.size(_dealt_over(flow)), _forward(Kind.WHOLE_OUTPUT)
+        yield "all_gather", axes, flow.out_group_bytes // mesh.size(_dealt_over(flow)), on_forward(Kind.WHOLE_OUTPUT)
 
 
 def _dealt_over(flow: WeightFlow) -> Axes:
@@ -275,10 +292,10 @@ def _enter_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     if stays_dealt(flow.producer, axes, chain):
         return
     if flow.travels:
-        yield "all_to_all", axes, flow.data_share_bytes, _forward(Kind.TO_EXPERTS)
-        yield "all_to_all", axes, flow.data_share_bytes, _backward(Kind.TO_EXPERTS_COTANGENT)
+        yield "all_to_all", axes, flow.data_share_bytes, on_forward(Kind.TO_EXPERTS)
+        yield "all_to_all", axes, flow.data_share_bytes, on_backward(Kind.TO_EXPERTS_COTANGENT)
     else:
-        yield "all_gather", axes, flow.data_group_bytes, _backward(Kind.ALL_EXPERTS_COTANGENT)
+        yield "all_gather", axes, flow.data_group_bytes, on_backward(Kind.ALL_EXPERTS_COTANGENT)
 
 
 def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
@@ -289,10 +306,10 @@ def _leave_stacked(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShap
     if stays_dealt(flow.consumer, axes, chain):
         return
     if flow.travels:
-        yield "all_to_all", axes, flow.out_share_bytes, _forward(Kind.FROM_EXPERTS)
-        yield "all_to_all", axes, flow.out_share_bytes, _backward(Kind.FROM_EXPERTS_COTANGENT)
+        yield "all_to_all", axes, flow.out_share_bytes, on_forward(Kind.FROM_EXPERTS)
+        yield "all_to_all", axes, flow.out_share_bytes, on_backward(Kind.FROM_EXPERTS_COTANGENT)
     else:
-        yield "all_gather", axes, flow.out_group_bytes, _forward(Kind.ALL_EXPERTS)
+        yield "all_gather", axes, flow.out_group_bytes, on_forward(Kind.ALL_EXPERTS)
 
 
 def _sort(sorting: Sorting) -> Iterator[Event]:
@@ -301,13 +318,13 @@ def _sort(sorting: Sorting) -> Iterator[Event]:
     summed onto all examples; where several may be put at one place, their numbers are gathered to say which stays."""
     axes, whole = sorting.axes, sorting.num_bytes
     if sorting.pick.primitive == "gather":
-        yield "all_gather", axes, whole, _forward(Kind.SORTED_ROWS)
-        yield "all_reduce", axes, whole, _backward(Kind.SORTED_COTANGENT)
+        yield "all_gather", axes, whole, on_forward(Kind.SORTED_ROWS)
+        yield "all_reduce", axes, whole, on_backward(Kind.SORTED_COTANGENT)
         return
     if sorting.pick.primitive == "scatter":
-        yield "all_gather", axes, 4 * sorting.num_rows, _forward(Kind.SORTED_ROWS)
-    yield "all_reduce", axes, whole, _forward(Kind.SORTED_ROWS)
-    yield "all_gather", axes, whole, _backward(Kind.SORTED_COTANGENT)
+        yield "all_gather", axes, 4 * sorting.num_rows, on_forward(Kind.SORTED_ROWS)
+    yield "all_reduce", axes, whole, on_forward(Kind.SORTED_ROWS)
+    yield "all_gather", axes, whole, on_backward(Kind.SORTED_COTANGENT)
 
 
 def _leave_shared(flow: WeightFlow) -> Iterator[Event]:
@@ -317,11 +334,11 @@ def _leave_shared(flow: WeightFlow) -> Iterator[Event]:
         return
     axis, num_heads, copies = flow.shared.axis, flow.shared.num_heads, flow.shared.copies
     if num_heads == 1:
-        yield "all_reduce", (axis,), flow.out_group_bytes, _backward(Kind.SHARED_HEADS)
+        yield "all_reduce", (axis,), flow.out_group_bytes, on_backward(Kind.SHARED_HEADS)
         return
     over_copies, over_heads = AxisPart(axis, num_heads, copies), AxisPart(axis, 1, num_heads)
-    yield "all_reduce", (str(over_copies),), flow.out_group_bytes // num_heads, _backward(Kind.SHARED_HEADS)
-    yield "all_gather", (str(over_heads),), flow.out_group_bytes, _backward(Kind.WHOLE_HEADS)
+    yield "all_reduce", (str(over_copies),), flow.out_group_bytes // num_heads, on_backward(Kind.SHARED_HEADS)
+    yield "all_gather", (str(over_heads),), flow.out_group_bytes, on_backward(Kind.WHOLE_HEADS)
 
 
 def stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
@@ -330,90 +347,7 @@ def stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
     return not flow.crossing or flow.consumer is None or linked(flow.consumer, flow.contracted, chain) is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """Holds what the collectives of a parameter depend on.
-
-    **Attributes:**
-
-    - `leaf`: its layout. `states`: the optimizer state that mirrors it.
-    - `experts`: the axes over which it stays split as the weight of experts.
-    - `read_back`: whether the backward pass reads it.
-    - `parts`: the axes over which each device has the gradient of its own groups alone of a whole convolution weight.
-    - `in_group`: the axes over whose devices it is added to one and the same value, so that all of them have its whole
-      gradient.
-    - `narrowed`: how many times fewer bytes it has in the dtype in which it travels (`StepStructure.narrowed`).
-      `widened`: how many times more, where the compiler sends it in a wider one than its own.
-    - `times_forward`, `times_back`: how often it is gathered in each pass. `times`: how many gradients of it are summed
-      over devices, but over the axes `within` alone their sum is. `sums_apart`: whether these gradients are all-reduced
-      one by one.
-    - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
-      how often rematerialisation repeats it.
-    """
-
-    leaf: LeafPlan
-    states: Sequence[LeafPlan]
-    experts: Axes
-    read_back: bool
-    parts: Axes
-    in_group: Axes
-    narrowed: int = 1
-    widened: int = 1
-    times: int = 1
-    times_forward: int = 1
-    times_back: int = 1
-    within: Axes = ()
-    sums_apart: bool = False
-    dealt: tuple[tuple[Axes, int, int], ...] = ()
-
-
-def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
-    """Yields the weight gathers and gradient sums of one parameter.
-
-    Over batch axes that split it for storage alone, the weight is gathered for the forward and again for the backward
-    pass, and its gradient is reduce-scattered (Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 3): each by one
-    collective for every dim that is split so, in their order. Over batch axes that do not split it, the device's shard
-    of the gradient is all-reduced; where the gradient or the optimizer state is split over them, the gradient is
-    reduce-scattered and the new values are gathered instead (stages 1 and 2), which is as many bytes. An all-gather
-    puts the gradients of groups of a convolution together. Weights are gathered, and gradients summed, in the dtype in
-    which the weight is used; new values have that of the parameter.
-    """
-    leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
-    split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
-    used = used_axes(leaf, mesh, batch_axes, setting.replicated_batch) if split else ()
-    stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
-    own = leaf.bytes_per_device * weight.widened
-    shard = own // weight.narrowed
-    of_dims = tuple(over for axes in leaf.axes_by_dim if (over := tuple(axis for axis in axes if axis in stored)))
-    passes = [(_forward, weight.times_forward)]
-    if weight.read_back:  # the first layer's input has no cotangent to be multiplied out
-        passes.append((_backward, weight.times_back))
-    for of_pass, times in passes:
-        held = shard
-        for axes in of_dims:
-            held *= mesh.size(axes)
-            yield from [("all_gather", axes, held, of_pass(Kind.STORED_WEIGHT, leaf.path))] * times
-    left = shard * mesh.size(stored)
-    for axes in of_dims:
-        yield from [("reduce_scatter", axes, left, _backward(Kind.GRADIENT, leaf.path))] * weight.times
-        left //= mesh.size(axes)
-    taken = {*split, *weight.in_group}
-    summed = tuple(axis for axis in batch_axes if axis in mesh.wide and axis not in taken)
-    split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)
-    zero = tuple(axis for axis in summed if axis in split_state)
-    rest = tuple(axis for axis in summed if axis not in split_state)
-    times = 1 if set(summed) <= set(weight.within) else weight.times
-    if zero:
-        gradient = "reduce_scatter", zero, shard, _backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
-        yield from [gradient] * times
-        yield "all_gather", zero, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
-    if rest:
-        part = shard // mesh.size((*zero, *parts)) if zero or parts else shard
-        gradient = "all_reduce", rest, part, _backward(Kind.GRADIENT, leaf.path)
-        yield from [gradient] * (times if weight.sums_apart else 1)
-    if parts:
-        yield "all_gather", parts, shard, _backward(Kind.GRADIENT_GROUPS, leaf.path)
-    for axes, sent, times in weight.dealt:
-        dealt = "collective_permute", axes, sent, _forward(Kind.DEALT_COLUMNS, leaf.path)
-        yield from (dealt, *_again([dealt], times))
-        yield "collective_permute", axes, sent, _backward(Kind.DEALT_GRADIENT, leaf.path)
+def columns_stay(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
+    """Tells whether the output of a column-parallel use stays split by columns until another layer reads it, or to the
+    end, and does not return to the workers whose examples it is."""
+    return not flow.crossing or flow.consumer is None or linked(flow.consumer, flow.free, chain) is not None

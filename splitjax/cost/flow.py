@@ -25,6 +25,7 @@ from splitjax.trace.graph import Graph, Use
 
 Axes = tuple[str, ...]
 _ROLES = ("contracted", "free", "stacked", "whole")
+_PLACES = {"reduce_max": "argmax", "reduce_min": "argmin"}  # what gives the place of a maximum or minimum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class WeightFlow:
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `recurs`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
-    - `reduced`: what reductions over the columns of its output send, where these are still split.
+    - `reduced`: what reductions over the columns of its output send, where these stay split.
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
@@ -102,13 +103,16 @@ class Reduced:
     """Says what a reduction over columns that devices have parts of sends.
 
     - `op`: the collective. `num_bytes`: what its formula takes. `dtype`: of what is sent.
-    - `repeated`: how often rematerialisation repeats it.
+    - `repeated`: how often rematerialisation repeats it. `backward`: whether it is what the backward pass reduces.
+    - `beside_place`: whether it is a maximum or minimum of what the place of one is taken of, too.
     """
 
     op: str
     num_bytes: int
     dtype: str
     repeated: int
+    backward: bool = False
+    beside_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +223,7 @@ def flow_of(
         ),
         producers=links.producers,
         recurs=links.recurs,
-        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free), joined)) if stays else (),
+        reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free), joined)) if free else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
         joined=joined,
     )
@@ -255,13 +259,17 @@ def _sent_by_reductions(links: UseLinks, num_shares: int, num_parts: int, joined
     for each in links.reductions:
         if joined is not None and each.site >= joined:
             continue
-        if each.primitive in ("argmax", "argmin"):
+        if each.primitive in _PLACES.values():
             for dtype in (each.operand_dtype, each.dtype):
                 sent = num_parts * num_bytes(each.shape, dtype) * each.trips // num_shares
                 yield Reduced("all_gather", sent, dtype, each.repeated)
         else:
             sent = num_bytes(each.shape, each.dtype) * each.trips // num_shares
-            yield Reduced("all_reduce", sent, each.dtype, each.repeated)
+            beside = any(
+                (other.primitive, other.labels, other.shape) == (_PLACES.get(each.primitive), each.labels, each.shape)
+                for other in links.reductions
+            )
+            yield Reduced("all_reduce", sent, each.dtype, each.repeated, each.backward, beside)
 
 
 def flows(

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from splitjax.cost.collectives import (
-    Weight,
-    gradient_events,
+    columns_stay,
     sent_by,
     statistic_events,
     stays_in_group,
@@ -22,6 +21,7 @@ from splitjax.cost.compute import use_split
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
 from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, split_of
+from splitjax.cost.gradients import Weight, gradient_events
 from splitjax.cost.memory import LeafBytes, leaf_bytes, use_bytes
 from splitjax.cost.structure import StepStructure
 from splitjax.cost.transforms import LocalTransform, derive_transforms
@@ -43,6 +43,8 @@ class Manner:
     - `sums_apart`: whether the compiler sums the cotangents of what several column-split layers read (query, key and
       value) one by one, as that for CPUs does; those for TPUs and GPUs sum their sum.
     - `widens`: whether the compiler sends bfloat16 as float32, as that for CPUs does.
+    - `maxima_apart`: whether the compiler reduces a maximum by itself where its place is asked for, too; that for TPUs
+      takes it from what is gathered for the place.
     - `drops_barriers`: whether the compiler drops the barriers of rematerialised calls before it merges equal
       operations, as that for CPUs of JAX before 0.11 does: it gathers once what several calls keep of one activation
       (`cost.saved`).
@@ -57,6 +59,7 @@ class Manner:
     by_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_apart: bool = False
     widens: bool = False
+    maxima_apart: bool = True
     drops_barriers: bool = False
     within: Axes = ()
     sums_statistics: bool = True
@@ -127,7 +130,9 @@ class Layout:
         if not flow.axes and flow.shared is None and not flow.sorting:
             return ()  # whatever is split around it, it reads and writes what is whole
         layer = self.structure.names.get(use.param, use.layer)
-        events = use_events(i, self.flows, mesh, manner.group_comm, manner.sums_apart, manner.widens)
+        events = use_events(
+            i, self.flows, mesh, manner.group_comm, manner.sums_apart, manner.widens, manner.maxima_apart
+        )
         return sent_by(layer, events, mesh, manner.backward)
 
     def sent_for(self, i: int, weight: Weight | None) -> Sent:
@@ -159,8 +164,8 @@ class Layout:
             tuple(self.leaves[state] for state in structure.states_of.get(path, ())),
             experts=flows[uses[-1]].stacked if uses else (),
             read_back=path in structure.read_back,
-            parts=self.parts.get(path, ()),
-            in_group=_added_in_group(structure.added_to.get(path, ()), flows),
+            parts=self._parts(leaf),
+            in_group=self._in_group(leaf),
             narrowed=narrowed,
             widened=widened,
             times=structure.times.get(path, 1),
@@ -183,9 +188,27 @@ class Layout:
             self.leaves[i] == known.leaf
             and all(self.leaves[at] == state for at, state in zip(states, known.states, strict=True))
             and (self.flows[uses[-1]].stacked if uses else ()) == known.experts
-            and self.parts.get(path, ()) == known.parts
-            and _added_in_group(structure.added_to.get(path, ()), self.flows) == known.in_group
+            and self._parts(known.leaf) == known.parts
+            and self._in_group(known.leaf) == known.in_group
         )
+
+    def _parts(self, leaf: LeafPlan) -> Axes:
+        """Returns `Weight.parts` of a parameter."""
+        return self.parts.get(leaf.path, ()) or self._beside_columns(leaf)
+
+    def _in_group(self, leaf: LeafPlan) -> Axes:
+        """Returns `Weight.in_group` of a parameter."""
+        added = _added_in_group(self.structure.added_to.get(leaf.path, ()), self.flows)
+        return added or self._beside_columns(leaf)
+
+    def _beside_columns(self, leaf: LeafPlan) -> Axes:
+        """Returns the axes over which the columns are split that a whole parameter is multiplied with or added to (the
+        scale of a normalisation): all devices of a group see the same examples, and each has the gradient of its own
+        columns alone."""
+        flows = [self.flows[i] for i in self.structure.beside_columns.get(leaf.path, ())]
+        axes = {flow.free if flow.crossing and columns_stay(flow, self.flows) else () for flow in flows}
+        found = axes.pop() if len(axes) == 1 else ()
+        return found if set(found).isdisjoint(leaf.axes) else ()
 
     def _sent_for_turns(self, leaf: LeafPlan) -> Sent:
         structure, mesh = self.structure, self.setting.mesh

@@ -21,9 +21,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from splitjax.cost.collectives import Weight, saved_events, sent_by, transform_events
+from splitjax.cost.collectives import saved_events, sent_by, transform_events
 from splitjax.cost.compute import total_compute
 from splitjax.cost.flow import Axes, Setting, WeightFlow, flow_all
+from splitjax.cost.gradients import Weight
 from splitjax.cost.memory import LeafBytes, total_memory
 from splitjax.cost.parts import Layout, Manner, Renewed, Sent, evaluated_locally, flows_at
 from splitjax.cost.saved import SavedInput, saved_inputs

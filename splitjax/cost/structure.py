@@ -41,7 +41,9 @@ class StepStructure:
     - `read_back`: the parameters that the backward pass reads.
     - `added_to`: by parameter that no use reads (a bias), the positions of its layer's uses to whose output it may be
       added.
-    - `added_by`: the reverse: by use, the paths of these parameters.
+    - `beside_columns`: by parameter that no use reads and that is none of these (the scale of a normalisation, an
+      embedding of positions), the positions of the uses in whose columns its last dim lies.
+    - `added_by`: the reverse of both: by use, the paths of these parameters.
     - `narrowed`: by parameter that all of its uses read in a narrower dtype (bfloat16 of float32), how many times
       fewer bytes its values and gradients have where they travel.
     - `as_bfloat16`: the parameters whose values and gradients travel in bfloat16.
@@ -65,6 +67,7 @@ class StepStructure:
     mirrors: Mapping[str, str]
     read_back: frozenset[str]
     added_to: Mapping[str, tuple[int, ...]]
+    beside_columns: Mapping[str, tuple[int, ...]]
     added_by: Mapping[int, tuple[str, ...]]
     narrowed: Mapping[str, int]
     as_bfloat16: frozenset[str]
@@ -104,6 +107,13 @@ class StepStructure:
             (names.get(each.use.param, each.use.layer), i) for i, each in enumerate(links) if not reads_ids(each.use)
         )
         added_to = {path: in_layer[name] for path, name in names.items() if path not in uses_of and name in in_layer}
+        by_column = _grouped((each.columns, i) for i, each in enumerate(links) if each.columns is not None)
+        beside_columns = {
+            leaf.path: by_column[graph.local[leaf.dims[-1][0]]]
+            for leaf in graph.params
+            if leaf.path not in uses_of and leaf.path not in added_to
+            if leaf.dims and leaf.dims[-1] and graph.local[leaf.dims[-1][0]] in by_column
+        }
         return cls(
             graph,
             links,
@@ -130,7 +140,8 @@ class StepStructure:
             mirrors=mirrors,
             read_back=frozenset(read_back),
             added_to=added_to,
-            added_by=_grouped((i, path) for path, uses in added_to.items() for i in uses),
+            beside_columns=beside_columns,
+            added_by=_grouped((i, path) for path, uses in (added_to | beside_columns).items() for i in uses),
             narrowed={path: _narrowed(graph, path, [links[i].use for i in uses]) for path, uses in uses_of.items()},
             as_bfloat16=frozenset(
                 path for path, uses in uses_of.items() if _is_bfloat16(graph, path, [links[i].use for i in uses])

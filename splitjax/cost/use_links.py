@@ -39,7 +39,8 @@ class UseLinks:
       the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
     - `producer`, `consumer`, `producers`, `recurs`: as for `cost.flow.WeightFlow`.
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
-    - `reductions`: those over the columns of its output, where its weight has one dim of these.
+    - `columns`: the local class of the columns of its output: of the leading atom of its weight's free dim; None where
+      the weight has not one of these. `reductions`: those over these columns.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
     - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
@@ -60,6 +61,7 @@ class UseLinks:
     same_value: tuple[int, ...]
     producers: tuple[int, ...] = ()
     recurs: bool = False
+    columns: int | None = None
     reductions: tuple[Reduction, ...] = ()
     heads: HeadReaders | None = None
     deals: bool = True
@@ -79,7 +81,8 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
     consumers = _first_readers(reads, writes)
-    reductions = _reductions(graph, uses, roles, writes)
+    columns = _columns(graph, uses, roles)
+    reductions = _reductions(graph, uses, columns)
     heads = dict(find_readers(graph, uses, roles))
     picks = _picks(graph, uses)
     derived = {use.param for use in graph.uses if use.backward}
@@ -110,6 +113,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),
+                columns=columns[i],
                 reductions=tuple(reductions.get(i, ())),
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
@@ -157,15 +161,24 @@ def _compared(uses: Sequence[Use], joined: Sequence[Joined]) -> tuple[Site, tupl
     return (min(each.site for each in joined if each.tables), positions) if positions else None
 
 
-def _reductions(
-    graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]], writes: Sequence[frozenset[int]]
-) -> dict[int, list[Reduction]]:
-    """Returns the reductions over columns of the last output before them, by the position of its use."""
+def _columns(graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]]) -> list[int | None]:
+    """Returns, for each use, the local class of the columns of its output, as `UseLinks` describes it. `roles`: of the
+    weights' dims."""
+    columns: list[int | None] = []
+    for use, role in zip(uses, roles, strict=True):
+        free = [dim for dim, own in zip(graph.leaf(use.param).dims, role, strict=True) if own == "free"]
+        columns.append(graph.local[free[0][0]] if len(free) == 1 and free[0] else None)
+    return columns
+
+
+def _reductions(graph: Graph, uses: Sequence[Use], columns: Sequence[int | None]) -> dict[int, list[Reduction]]:
+    """Returns the reductions over columns of the last output before them, by the position of its use. `columns`: as
+    `_columns` gives them."""
     found: dict[int, list[Reduction]] = {}
     for reduction in graph.reductions:
         before = (i for i in reversed(range(len(uses))) if uses[i].site < reduction.site)
-        source = next((i for i in before if writes[i] & reduction.labels), None)
-        if source is not None and list(roles[source]).count("free") == 1:
+        source = next((i for i in before if columns[i] in reduction.labels), None)
+        if source is not None:
             found.setdefault(source, []).append(reduction)
     return found
 

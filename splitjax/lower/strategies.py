@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from splitjax import _compat
+from splitjax.cost.use_links import reads_ids
 from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched
 from splitjax.lower.partial.truncated import OrdinaryBoundary, PartialWays, partial_ways
@@ -104,7 +105,18 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
     workers = workers_of(plan, apart=pulled)
     if number not in (None, 1):
         return microbatched(step, eqn, site, number, workers)
-    if workers.num_workers == 1 or not _has_recurrence(graph, site):
+    if not _has_recurrence(graph, site):
+        return Whole()
+    gathering = workers_of(plan, gathers=True, apart=pulled)
+    if gathering != workers:
+        own, others = _stored_bytes(step, site)
+        if own < others:
+            return Whole(
+                "gradients of its recurrence are exchanged at every turn: to exchange them once, each device would hold"
+                f" {others} bytes of weights whole that are stored in parts, of other layers"
+            )
+        workers = gathering
+    if workers.num_workers == 1:
         return Whole()
     once = microbatched(step, eqn, site, 1, workers)
     if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration
@@ -145,8 +157,25 @@ def _has_recurrence(graph: Graph, site: Site) -> bool:
     """Returns whether a boundary differentiates weights that a recurrence uses each time round its loop. Their
     gradients are added up over the loop, and XLA adds them up over workers each time round, too. In a loop of one
     microbatch they are exchanged once."""
-    recurrent = {layer.name for layer in graph.layers if layer.kind == "recurrent"}
+    recurrent = _recurrent_layers(graph)
     return any(use.trips > 1 and use.layer in recurrent and use.site[: len(site)] == site for use in graph.uses)
+
+
+def _recurrent_layers(graph: Graph) -> frozenset[str]:
+    """Returns the names of the recurrent layers of a step."""
+    return frozenset(layer.name for layer in graph.layers if layer.kind == "recurrent")
+
+
+def _stored_bytes(step: DecidedStep, site: Site) -> tuple[int, int]:
+    """Returns the bytes of the weights of a boundary that are stored in parts and used whole, tables of lookups left
+    out, which are gathered for all of their lookups anyway: of recurrent layers, and of others."""
+    plan, recurrent = step.plan, _recurrent_layers(step.graph)
+    stored = {leaf.path: leaf.whole_bytes(plan.mesh) for leaf in plan.leaves if plan.mesh.present(leaf.axes)}
+    own, others = dict[str, int](), dict[str, int]()
+    for use in step.graph.uses:
+        if use.param in stored and use.site[: len(site)] == site and not reads_ids(use):
+            (own if use.layer in recurrent else others)[use.param] = stored[use.param]
+    return sum(own.values()), sum(others.values())
 
 
 CHOOSER: WayChooser = WayChooser(boundaries_in_turns, choose_ways)  # what planning is told to choose by

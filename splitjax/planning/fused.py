@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from splitjax.cost.flow import used_axes
 from splitjax.plan import Spec
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import equation_at
@@ -81,11 +82,13 @@ def _counts(draft: Draft) -> dict[str, int]:
     counts: dict[str, int] = {}
     if draft.request.pinned is not None or draft.request.followed is not None:
         for leaf in layout.leaves:
-            computed = [axis for axis in mesh.present(leaf.axes) if axis not in layout.batch_axes]
+            computed = used_axes(leaf, mesh, layout.batch_axes, layout.replicated_batch)
             if leaf.role == "param" and computed:
                 counts[leaf.path] = mesh.size(tuple(computed))
         return counts
     kinds, of_batch = param_kinds(graph), set(draft.request.rules.batch_axes(mesh))
+    if draft.request.rules.replicated_batch == "all":  # a group computes its weights' columns for all of its examples
+        of_batch = set(mesh.storing)
     for leaf in graph.params:
         rule = first_match(draft.request.rules.rules, leaf, kinds[leaf.path])
         axes = next(

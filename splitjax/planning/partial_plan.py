@@ -73,19 +73,22 @@ class PartialCosts:
         segments = enumerate(self.step.depths.segments)
         return {self.step.params[position]: number for number, segment in segments for position in segment.operands}
 
-    def exchange(self, param: str, leaf: LeafPlan | None, dense: Sequence[Collective]) -> PartialExchange | None:
+    def exchange(
+        self, param: str, leaf: LeafPlan | None, dense: Sequence[Collective], num_parts: int = 1
+    ) -> PartialExchange | None:
         """Returns what is exchanged for the gradient of a parameter; None for one that the step does not
         differentiate.
 
         **Arguments:** `param`: its path. `leaf`: its layout; None where it is no leaf of the step. `dense`: the
-        collectives of full backpropagation; those of other leaves do not count."""
+        collectives of full backpropagation; those of other leaves do not count. `num_parts`: among how many devices of
+        a worker its gradient lies in parts, where the parameter is whole."""
         number = self.segment_of.get(param)
         if number is None:
             return None
         sums = [collective for collective in dense if gradient_of(collective) == param]
         dense_bytes = sum(collective.bytes for collective in sums)
         axes = [axis for collective in sums for axis in collective.axis.split("+")]
-        size, how = self._bytes(leaf), self.within.get(param, SumWithin.AT_ONCE)
+        size, how = self._bytes(leaf) // num_parts, self.within.get(param, SumWithin.AT_ONCE)
         inside = tuple(axis for axis in axes if axis not in self.step.workers.axes)
         if self.step.is_temporal or (inside and how is SumWithin.AT_ONCE):
             share = self.step.share_of_steps(number) if self.step.is_temporal else 1.0
@@ -168,9 +171,14 @@ def predict_partial(
     costs = PartialCosts(step, decided.mesh, platform)
     leaves = {leaf.path: leaf for leaf in decided.leaves}
     sums: dict[str, list[Collective]] = collections.defaultdict(list)
+    parts: dict[str, int] = {}
     for collective in dense:
         sums[gradient_of(collective)].append(collective)
-    found = {param: costs.exchange(param, leaves.get(param), sums[param]) for param in costs.segment_of}
+        if collective.purpose.kind == PurposeKind.GRADIENT_GROUPS:
+            parts[collective.purpose.leaf or ""] = decided.mesh.size(tuple(collective.axis.split("+")))
+    found = {
+        param: costs.exchange(param, leaves.get(param), sums[param], parts.get(param, 1)) for param in costs.segment_of
+    }
     exchanges = {param: exchange for param, exchange in found.items() if exchange is not None}
     return costs.plan(exchanges), costs.sent(dense, exchanges)
 

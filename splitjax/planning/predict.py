@@ -185,6 +185,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         row_bytes_of(draft.tables),
         sums_apart=cpu,
         widens=cpu,
+        maxima_apart=draft.request.platform != "tpu",
         drops_barriers=cpu and CPU_DROPS_BARRIERS,
         within=tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding)),
         sums_statistics=draft.partial is None,
@@ -223,8 +224,11 @@ def _partial_costs(draft: Draft) -> PartialCosts | None:
 
 def _exchange(costs: PartialCosts | None, dense: Prediction, i: int) -> PartialExchange | None:
     """Returns what is exchanged for the gradient of the leaf at position `i` in partial backpropagation."""
-    leaf = dense.leaves[i]
-    return None if costs is None else costs.exchange(leaf.path, leaf, dense.sent_by_leaf[i])
+    if costs is None:
+        return None
+    leaf, weight = dense.leaves[i], dense.weights[i]
+    num_parts = 1 if weight is None else dense.setting.mesh.size(weight.parts)
+    return costs.exchange(leaf.path, leaf, dense.sent_by_leaf[i], num_parts)
 
 
 def _in_part(costs: PartialCosts | None, dense: Prediction, i: int, exchange: PartialExchange | None) -> Sent:

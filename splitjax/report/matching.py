@@ -176,6 +176,14 @@ def _is_gradient_of_layer(compiled: Evidence, planned: Collective, step: Step) -
     return compiled.collective.local_bytes == step.part_bytes.get(planned.purpose.leaf or "")
 
 
+def _is_gathered_by_sums(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether parts of a gradient are brought together by a sum of zeros and a part, as a TPU's compiler does
+    with small arrays."""
+    of_leaf = (compiled.about, compiled.leaf) == (GRADIENT, planned.purpose.leaf)
+    is_gather = planned.purpose.kind == PurposeKind.GRADIENT_GROUPS and compiled.collective.op in SUMS
+    return of_leaf and is_gather and compiled.collective.axis == planned.axis
+
+
 def _is_activation(compiled: Evidence, planned: Collective, step: Step) -> bool:
     sums = compiled.collective.op in SUMS
     carries = bool(compiled.collective.shape) and (not sums or _carries(primitive(compiled.op_name)))
@@ -186,8 +194,9 @@ def _is_activation(compiled: Evidence, planned: Collective, step: Step) -> bool:
 
 
 def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
-    """Tells whether both reduce split columns to a value for each example."""
-    of_value = compiled.about == VALUE and compiled.phase in (planned.purpose.phase, UPDATE)
+    """Tells whether both reduce split columns to a value for each example. Its size alone says nothing: of what has no
+    name, none is known."""
+    of_value = compiled.about == VALUE and compiled.phase in (planned.purpose.phase, UPDATE) and compiled.op_name != ""
     return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
 
 
@@ -305,6 +314,7 @@ _ROUNDS_BY_LEAF = (
     (_all(_is_of_leaf, _is_same_operation, _is_of_phase), _nothing),
     (_all(_is_of_leaf, _reads_in_phase), _nothing),
     (_is_of_leaf, _nothing),
+    (_is_gathered_by_sums, _nothing),
     (_all(_is_gradient_of_layer, _in_layer, _is_same_operation), _nothing),
     (_all(_is_statistic, _is_alike, _in_layer), _nothing),
     (_all(_is_cotangent_of_statistic, _is_alike, _in_layer), _nothing),

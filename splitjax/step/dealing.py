@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,9 +92,23 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
 
 
 def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
-    """Returns the variables of the body at `prefix` that are weights which were dealt out before."""
-    body = _compat.open_jaxpr(_body_at(jaxpr, prefix))[0]
-    return frozenset(variable for eqn in body.eqns if eqn.primitive.name == DEAL for variable in eqn.outvars)
+    """Returns the variables of the body at `prefix` that are weights which were dealt out before: by the operation, or
+    each by itself, in shares, and then laid side by side within these."""
+    dealt: set[Any] = set()
+    shares: dict[Any, int] = {}  # by variable, the dim that counts them: it was cut out of the next one
+    for eqn in _compat.open_jaxpr(_body_at(jaxpr, prefix))[0].eqns:
+        name, inputs = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, _compat.Literal)]
+        if name == DEAL:
+            dealt.update(eqn.outvars)
+            shares[eqn.outvars[0]] = eqn.params["dim"]
+        elif name == "reshape":
+            before, after = inputs[0].aval.shape, eqn.outvars[0].aval.shape
+            at = next((d for d, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
+            if at is not None and (*after[:at], math.prod(after[at : at + 2]), *after[at + 2 :]) == before:
+                shares[eqn.outvars[0]] = at
+        elif name == "concatenate" and {shares.get(v) for v in inputs} == {eqn.params["dimension"] - 1}:
+            dealt.update(eqn.outvars)
+    return frozenset(dealt)
 
 
 def _body_around(jaxpr: Any, site: Site) -> int:

@@ -84,6 +84,64 @@ def test_gates_of_a_recurrent_cell_stay_where_they_are():
     assert {each.bytes for each in report.unplanned if each.compiled.shape} <= {HIDDEN * 8 * 3 // 4}
 
 
+STORED = splitjax.RuleSet(
+    "stored",
+    (
+        splitjax.Rule("kernels", path="[ih]?", shard=[{"largest": ["data", "model"]}]),
+        splitjax.Rule("rest", path="**", shard=[]),
+    ),
+    replicated_batch="all",
+)
+
+
+@pytest.mark.parametrize(("rules", "mesh"), [("splitbrain", MESH), (STORED, MESH)], ids=["splitbrain", "stored"])
+def test_a_recurrent_cell_trains_as_on_one_device_with_what_is_planned(rules, mesh):
+    with jax.enable_x64(True):
+        params, batch = parameters(), batched(examples())
+        parallel = splitjax.parallelize(batched_train, mesh=mesh, rules=rules, donate=False)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), jax.jit(batched_train)(params, batch))
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert report.missing == () and {each.compiled.shape for each in report.unplanned} <= {(), (HIDDEN,)}
+    gradients = [
+        each for each in report.collectives if each.planned and each.planned.purpose.kind == PurposeKind.GRADIENT
+    ]
+    assert gradients and all(each.compiled.trips == 1 for each in gradients)
+    (boundary,) = plan.boundaries
+    assert (boundary.how, boundary.num_parts) == ("microbatches", 1)
+
+
+def test_gates_are_dealt_out_once():
+    """What was laid side by side in shares is a weight that is dealt out: its shares are not cut again."""
+
+    def function(x, a, b):
+        return jnp.split(x @ jnp.concatenate([a, b], -1), 2, -1)
+
+    jaxpr = jax.make_jaxpr(function)(np.ones((4, 6)), np.ones((6, 16)), np.ones((6, 16)))
+    at = lambda jaxpr: next((n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general")
+    assert find_parts(jaxpr, [(at(jaxpr), 1, 1, 2)]) == [Parts((16, 16), (None, None))]
+    again = rewritten(jaxpr, [FusedProduct(at(jaxpr), 1, 1, (16, 16), 2)])
+    assert again.eqns[at(again)[0]].invars[1].aval.shape == (6, 2, 16)
+    assert find_parts(again, [(at(again), 1, dim, 2) for dim in (1, 2)]) == [None, None]
+
+
+def test_other_weights_are_not_held_whole_for_a_recurrence():
+    """Where workers would have more of other layers' weights whole than of the recurrence's, gradients are summed in
+    its loop."""
+
+    def deeper(params, batch):
+        return loss(params, batch) + jnp.mean((jnp.tanh(batch["y"] @ params["wide"]) @ params["back"]) ** 2)
+
+    def step(params, batch):
+        value, grads = splitjax.value_and_grad(deeper)(params, {"x": batch["x"].swapaxes(0, 1), "y": batch["y"]})
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = parameters() | {"wide": jnp.ones((HIDDEN, 256)), "back": jnp.ones((256, HIDDEN))}
+    plan = splitjax.parallelize(step, mesh={"fsdp": 8}, rules="fsdp").plan(params, batched(examples()))
+    (boundary,) = plan.boundaries
+    assert boundary.how == "whole" and "32768 bytes of weights whole" in boundary.why
+
+
 def dealt(function, *shapes, dim=1, sizes=(8, 8, 8, 8), num=4):
     """The sizes of what is dealt out where the weight of the one product of a function is; its numbers stay."""
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))

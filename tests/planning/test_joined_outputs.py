@@ -10,7 +10,7 @@ import pytest
 import splitjax
 from benchmarks.corpus.cells import Unit
 from benchmarks.corpus.steps import ready
-from splitjax.plan import PurposeKind
+from splitjax.plan import Phase, PurposeKind
 
 MESH = {"data": 2, "tensor": 4}
 EXAMPLES, WIDTH, HIDDEN, COLUMNS, ROWS = 8, 12, 16, 8, 24
@@ -121,9 +121,12 @@ def test_columns_that_are_reduced_before_they_are_joined_are_summed_over_devices
         parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron")
         plan, report = parallel.plan(params, batch), parallel.report(params, batch)
     of_columns = [one for one in plan.collectives if one.purpose.kind == PurposeKind.REDUCED_FEATURES]
-    # Of the sum of each of 4 examples, a device sends a quarter around a ring of four, twice.
-    assert [(one.op, one.layer, one.bytes) for one in of_columns] == [("all_reduce", "columns", 2 * 3 * 8)]
-    assert [one.bytes for one in report.collectives if one.planned in of_columns] == [2 * 3 * 8]
+    # Of the sum of each of 4 examples, and of the cotangent of what columns are divided by, a device sends a quarter
+    # around a ring of four, twice.
+    assert [(one.op, one.layer, one.bytes, one.purpose.phase) for one in of_columns] == [
+        ("all_reduce", "columns", 2 * 3 * 8, phase) for phase in (Phase.FORWARD, Phase.BACKWARD)
+    ]
+    assert [one.bytes for one in report.collectives if one.planned in of_columns] == [2 * 3 * 8] * 2
     assert report.missing == ()
 
 

@@ -23,10 +23,12 @@ def sent_for(cell, param):
 
 @pytest.mark.parametrize("state", ["whole", "sharded"])
 def test_what_a_whole_group_computes_together_is_exchanged_among_workers_alone(state):
-    """Each device of a group has all of its examples in a norm between split layers: 128 bytes of gradient, which one
-    of two workers computes."""
+    """Each device of a group has all of its examples in a norm between split layers, and a quarter of the features: of
+    128 bytes of gradient it has 32, which one of two workers computes. They are brought together for a state that is
+    whole, and are sent to where a state lies that is split over all devices."""
     cell = f"transformer/linen/splitbrain/2x4/dense/branches/gather/1/{state}"
-    assert sent_for(cell, "params/block1/norm1/scale") == [("collective_permute", "data", 64)]
+    behind = ("all_gather", "model", 96) if state == "whole" else ("collective_permute", "data+model", 16)
+    assert sent_for(cell, "params/block1/norm1/scale") == [("collective_permute", "data", 16), behind]
 
 
 def test_a_worker_with_a_loss_of_its_own_sums_over_its_devices_first():

@@ -133,14 +133,24 @@ def test_every_collective_that_the_compiler_for_tpus_makes_is_attributed(name, l
 
 
 def test_blocks_that_share_their_lines_are_told_apart():
-    """NNX gives no names, and both blocks of the Transformer run the same lines."""
-    report, _ = narrow_report("transformer", "nnx", "splitbrain")
-    norms = [one for one in report.unplanned if one.cause.startswith("statistics of a normalisation")]
-    assert sorted(one.layer for one in norms) == sorted(
+    """NNX gives no names, and both blocks of the Transformer run the same lines. Beside a plan that has no reductions
+    of split features, those of norms are told by what is compiled alone."""
+    step, arguments = narrow("transformer", "nnx", "splitbrain")
+    call = step._pack(arguments)
+    entry = call.step._programs.entry(call.args)
+    modules = [read_module(data) for data in _compat.serialized_modules(call.step.lower(*call.args).compile())]
+    others = [each for each in entry.plan.collectives if each.purpose.kind != PurposeKind.REDUCED_FEATURES]
+    plan = dataclasses.replace(entry.plan, collectives=tuple(others))
+    found, missing = attribute((StepPart(modules, argument_names(entry.bound), plan.mesh),), plan, entry.graph)
+    norms = [one for one in found if one.cause.startswith("statistics of a normalisation")]
+    assert missing == () and sorted(one.layer for one in norms) == sorted(
         2 * ["model/block1/norm1", "model/block1/norm2", "model/block2/norm1", "model/block2/norm2", "model/final_norm"]
     )
     assert {one.known_by for one in norms} == {"line"}
     assert len({one.source for one in norms}) == 3
+    # With them, each is that of the layer whose columns it reduces.
+    report, _ = narrow_report("transformer", "nnx", "splitbrain")
+    assert report.missing == () and {one.compiled.shape for one in report.unplanned} == {()}
 
 
 def test_batch_statistics_are_those_that_the_plan_has_for_what_they_become():

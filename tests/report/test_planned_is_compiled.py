@@ -17,6 +17,7 @@ from splitjax.plan import Phase, PurposeKind
 from tests.report.programs import narrow
 
 MESH = {"data": 2, "model": 4}
+ALL = "data+model"
 NUM_EXAMPLES = 32
 BAG = 3  # ids of an example
 SIZES = {"a": (16, 32), "b": (32, 32), "c": (32, 8)}
@@ -33,9 +34,9 @@ WAYS = {
     "sync backprop": {"sync": "zen", "backprop": splitjax.PartialBackprop()},
 }
 # Where nothing but scalars is compiled beside the plan. Rows of a table are sent as they were observed, which is not
-# known before; under splitbrain XLA brings targets to the columns of the loss where a part of the batch is at work.
+# known before.
 WITHOUT_ROWS = tuple(way for way in WAYS if "sync" not in way)
-PLANNED_WHOLLY = {"splitbrain": ("plain", "modulo", "turns"), "megatron": WITHOUT_ROWS, "fsdp": WITHOUT_ROWS}
+PLANNED_WHOLLY = {"splitbrain": WITHOUT_ROWS, "megatron": WITHOUT_ROWS, "fsdp": WITHOUT_ROWS}
 COMBINATIONS = list(itertools.product(("splitbrain", "megatron", "fsdp"), (False, True), WAYS))
 # Each way once on every version of JAX, under one rule set or another, with its state whole or in parts.
 ON_EVERY_VERSION = COMBINATIONS[:: len(WAYS) + 1] + COMBINATIONS[len(WAYS) - 3 :: len(WAYS) + 1]
@@ -173,17 +174,41 @@ def test_a_state_that_several_gates_read_is_gathered_once_and_their_cotangents_a
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "model": 4}], ids=str)
-def test_of_a_recurrence_nothing_is_compiled_that_is_not_planned(library, mesh):
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [
+        ("transformer", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("transformer", {"data": 2, "model": 4}),
+        ("splitbrain", {"data": 2, "model": 4}),
+        ("fsdp", {"data": 2, "fsdp": 4}),
+    ],
+    ids=str,
+)
+def test_of_a_recurrence_nothing_is_compiled_that_is_not_planned(library, rules, mesh):
     """The layer behind it had the states gathered for each of its passes; and sums over examples in the loop, which
-    carry as much as those of cotangents over `model`, were taken for them."""
+    carry as much as those of cotangents over `model`, were taken for them. Under splitbrain a group's examples lay on
+    its devices in the loop, features outside of it; under fsdp gradients were summed in every turn."""
     made = ready(Unit("lstm", library, "1"))
-    report = made.parallelize(made.step, mesh=mesh, rules="transformer").report(*made.arguments)
+    report = made.parallelize(made.step, mesh=mesh, rules=rules).report(*made.arguments)
     assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
     over_examples = {"data", "data+fsdp"}
     assert all(
         (one.axis in over_examples) == (one.planned.axis in over_examples) for one in report.collectives if one.planned
     )
+
+
+@pytest.mark.parametrize("way", ["whole", "sharded"])
+def test_of_norms_between_split_layers_nothing_is_compiled_that_is_not_planned(way):
+    """Statistics of each example, and cotangents of these, are sums over the group; each device has the gradient of its
+    own part of a scale."""
+    cell = Cell.parse(f"transformer/linen/splitbrain/2x4/dense/full/gather/1/{way}")
+    made = ready(cell.unit)
+    report = parallel(cell, made).report(*made.arguments)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    purposes = ((one, one.planned.purpose) for one in report.collectives if one.planned)
+    of_scale = [one for one, purpose in purposes if purpose.leaf == "params/final_norm/scale"]
+    behind = [("all_gather", "model")] if way == "whole" else [("collective_permute", ALL), ("all_gather", ALL)]
+    assert sorted((one.op, one.axis) for one in of_scale) == sorted([("all_reduce", "data"), *behind])
 
 
 def small_report(loss_fn, params, batch, rule, mesh):

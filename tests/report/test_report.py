@@ -307,10 +307,10 @@ def test_haiku_modules():
     report = splitjax.parallelize(step, mesh=MESH).report(params, BATCH)
     assert report.unattributed == () and report.missing == ()
     # 16 examples a device and 32 features: only the axis tells a statistic per example from one per feature.
-    norms = {one.cause for one in report.unplanned if one.layer == "layer_norm" and one.op == "all_reduce"}
-    assert norms == {
-        f"{part}statistics of a normalisation whose features are split over model" for part in ("", "cotangents of ")
-    }
+    kind_of = lambda one: one.planned and one.planned.purpose.kind
+    norms = {one.phase: one.axis for one in report.collectives if kind_of(one) == PurposeKind.REDUCED_FEATURES}
+    assert norms == {"forward": "model", "backward": "model"}
+    assert {one.compiled.shape for one in report.unplanned} == {()}
 
 
 @pytest.fixture

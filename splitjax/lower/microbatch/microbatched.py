@@ -38,10 +38,12 @@ class Microbatched:
 
     - `job`: the analysed boundary.
     - `why`: why it runs so, as a clause.
+    - `whole_over`: the axes of the batch along which no layer wants its examples apart.
     """
 
     job: PreparedBoundary
     why: str = ""
+    whole_over: tuple[str, ...] = ()
     how: str = dataclasses.field(default="microbatches", init=False)
 
     @property
@@ -66,7 +68,8 @@ class Microbatched:
 
     def run(self, call: BoundaryCall, runner: Runner[WorkerLoops]) -> list[Any]:
         """Returns the results of the boundary `call`, with the loops of the workers run by `runner`."""
-        return placed(self.job, call).results(call.operands, call.eqn.params["positions"], {}, (), runner)
+        job, positions = placed(self.job, call), call.eqn.params["positions"]
+        return job.results(call.operands, positions, {}, self.whole_over, runner)
 
 
 def microbatched(
@@ -91,9 +94,11 @@ def microbatched(
         return job
     if job is None:
         return Whole("nothing of it holds examples")
+    split, crosses = _split_uses(step, site)
+    whole_over = workers.shared_axes if crosses and all(split.values()) else ()
     if not job.evaluator.program.has_per_microbatch:
-        return Microbatched(job)
-    return Microbatched(job, f"what is taken per microbatch is the mean over {_groups(job)}")
+        return Microbatched(job, whole_over=whole_over)
+    return Microbatched(job, f"what is taken per microbatch is the mean over {_groups(job)}", whole_over)
 
 
 def _groups(job: PreparedBoundary) -> str:
@@ -164,10 +169,9 @@ def _islands(
 ) -> Request | Refusal | None:
     """Returns what a loop is told of replicated layers whose examples are over the axes that split other layers; None
     where there are none. `share`: the examples of the place, where places have different numbers of them."""
-    prefix, group = (*site, 0), workers.shared_axes
-    here = [(use.site[len(prefix) :], use.axes) for use in step.sites.uses if use.site[: len(prefix)] == prefix]
-    crosses = any(exchange.site[: len(prefix)] == prefix for exchange in step.sites.exchanges.values())
-    if not group or not crosses or all(axes for _, axes in here):
+    group = workers.shared_axes
+    split, crosses = _split_uses(step, site)
+    if not group or not crosses or all(split.values()):
         return None
     if share:
         size = traced_examples(share // workers.devices_each)
@@ -179,6 +183,14 @@ def _islands(
     return Request(
         group,
         boundary_forward(twin)[0],
-        tuple(at for at, axes in here if axes),
-        tuple(at for at, axes in here if not axes),
+        tuple(at for at, is_split in split.items() if is_split),
+        tuple(at for at, is_split in split.items() if not is_split),
     )
+
+
+def _split_uses(step: DecidedStep, site: Site) -> tuple[dict[Site, bool], bool]:
+    """Returns by site in the boundary at `site` which uses of weights are split, and whether examples cross into any of
+    them."""
+    prefix = (*site, 0)
+    split = {use.site[len(prefix) :]: bool(use.axes) for use in step.sites.uses if use.site[: len(prefix)] == prefix}
+    return split, any(exchange.site[: len(prefix)] == prefix for exchange in step.sites.exchanges.values())

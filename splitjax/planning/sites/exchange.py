@@ -138,7 +138,8 @@ def _exchange(
     source = linked(flow.producer, axes, chain)
     target = linked(flow.consumer, axes, chain)
     if flow.free:
-        enter = COPY if flow.at_hand else EXAMPLES if source is None else FEATURES if source.free else COPY
+        in_parts = flow.recurs or (source is not None and bool(source.free))  # a state stays where its gates are
+        enter = COPY if flow.at_hand else FEATURES if in_parts else EXAMPLES if source is None else COPY
         leave = STAY
     else:
         enter = SWAP if source is None and not flow.at_hand else SPLIT
@@ -175,6 +176,9 @@ def _weight_dim(graph: Graph, use: Use, leaf: LeafPlan, axes: tuple[str, ...]) -
     atom = graph.local[traced.dims[split[0]][0]]
     matching = [position for position, dim in enumerate(use.weight_dims) if dim and graph.local[dim[0]] == atom]
     if len(matching) > 1:  # both dims of a square kernel in one class: as the parameter has them
+        alike = [position for position, dim in enumerate(traced.dims) if dim and graph.local[dim[0]] == atom]
+        if len(alike) == len(matching):
+            return matching[alike.index(split[0])]
         matching = [split[0] - len(traced.dims) + len(use.weight_dims)]
     return matching[0] if len(matching) == 1 and matching[0] >= 0 else None
 
