@@ -250,7 +250,6 @@ def _environment(copy: pathlib.Path) -> dict[str, str]:
         "PYTHONPATH": str(copy),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins take as long to import as many a test takes to run
         "TPU_SKIP_MDS_QUERY": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     return {**kept, **ours}
 

@@ -106,7 +106,6 @@ class Use:
     - `editable`: whether lowering can reach it: it is not inside a custom derivative rule.
     - `fed_by`: batch leaves whose values reach the data without passing another use.
     - `data_twins`: (site, operand) of products that read the same data: weight gradients.
-    - `cotangents`: (site, operand) of what these multiply it with where that is the cotangent of the result, in a loop.
     - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part. `weight_dtype`:
       of the operand: not the parameter's where that is cast.
     - `in_boundary`: whether a `splitjax.value_and_grad` differentiates it, so that lowering says how.
@@ -137,7 +136,6 @@ class Use:
     editable: bool = True
     fed_by: tuple[str, ...] = ()
     data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()
-    cotangents: tuple[tuple[tuple[int, ...], int], ...] = ()
     weight_dims: tuple[Dim, ...] = ()
     in_boundary: bool = False
     data_value: int | None = None

@@ -14,7 +14,6 @@ from typing import Any
 
 from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import qualified_name
-from splitjax.primitives.walk import Site
 from splitjax.trace.activations.joined import find_joined
 from splitjax.trace.activations.learned import learned_values
 from splitjax.trace.activations.picks import find_picks
@@ -258,19 +257,6 @@ def _products(flat: FlatStep, uses: frozenset[int]) -> Twins:
     return products
 
 
-def _cotangents(
-    flat: FlatStep, classes: Classes, products: Sequence[tuple[Op, int]], out: int
-) -> Iterator[tuple[Site, int]]:
-    """Yields what meets the data of a use again, in a backward pass within a loop, with the shape and the dims of its
-    result `out`: the cotangent of that, which makes the weight's gradient."""
-    labels = lambda value: [[classes.soft(a) for a in dim] for dim in classes.dims(value, len(flat.shapes[value]))]
-    for op, operand in products:
-        other = op.inputs[1 - operand]
-        is_backward = op.phase == BACKWARD and bool(op.loops) and op.primitive == "dot_general"
-        if is_backward and flat.shapes[other] == flat.shapes[out] and labels(other) == labels(out):
-            yield op.site, 1 - operand
-
-
 def _feeds(flat: FlatStep, uses: frozenset[int], arguments: Sequence[Argument]) -> list[frozenset[str]]:
     """Finds, per value, the batch leaves that reach it without passing a use of a weight."""
     nothing: frozenset[str] = frozenset()
@@ -323,7 +309,6 @@ def _use(
         editable=op.editable,
         fed_by=tuple(sorted(feeds[data])),
         data_twins=tuple((twin.site, operand) for twin, operand in twins),
-        cotangents=tuple(_cotangents(flat, classes, twins, out)),
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
         in_boundary=op.inside,
         weight_dtype=flat.dtypes[op.inputs[use.weight]],

@@ -182,7 +182,7 @@ def test_a_state_that_several_gates_read_is_gathered_once_and_their_cotangents_a
         ("splitbrain", {"data": 2, "model": 4}),
         ("fsdp", {"data": 2, "fsdp": 4}),
     ],
-    ids=str,
+    ids=["three-axes", "transformer", "splitbrain", "fsdp"],
 )
 def test_of_a_recurrence_nothing_is_compiled_that_is_not_planned(library, rules, mesh):
     """The layer behind it had the states gathered for each of its passes; and sums over examples in the loop, which

@@ -197,10 +197,6 @@ def _crossing(
     # In a step whose backward pass is already traced, the weight's gradient reads the same data: in another layout XLA
     # reshards it once more, and jax 0.12.0.1 aborts ("ReplicateOnLastTileDim should not be called for HloShardingV3").
     twins = [Constraint(site, operand, full, use.layer, why) for site, operand in use.data_twins]
-    if graph.leaf(use.param).turns > 1:
-        # In a loop around the gradient the carry decides how XLA makes a weight's gradient: it would gather the
-        # examples over `rest`, and each of these devices compute all of it.
-        twins += [Constraint(site, operand, out, use.layer, why) for site, operand in use.cotangents]
     return [
         Constraint(use.site, data_operand, full, use.layer, why),
         Constraint(use.site, -1, out, use.layer, why),
