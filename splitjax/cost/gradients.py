@@ -33,6 +33,7 @@ class Weight:
     - `times_forward`, `times_back`: how often it is gathered in each pass. `times`: how many gradients of it are summed
       over devices, but over the axes `within` alone their sum is. `sums_apart`: whether these gradients are all-reduced
       one by one.
+    - `gathering`: the axes along which workers have it whole all the time, if it is stored over them.
     - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
       how often rematerialisation repeats it.
     """
@@ -49,6 +50,7 @@ class Weight:
     times_forward: int = 1
     times_back: int = 1
     within: Axes = ()
+    gathering: Axes = ()
     sums_apart: bool = False
     dealt: tuple[tuple[Axes, int, int], ...] = ()
 
@@ -72,7 +74,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     own = leaf.bytes_per_device * weight.widened
     shard = own // weight.narrowed
     of_dims = tuple(over for axes in leaf.axes_by_dim if (over := tuple(axis for axis in axes if axis in stored)))
-    at_once = bool(stored) and set(stored) <= set(weight.within)  # workers have it whole, from before to behind
+    at_once = bool(stored) and set(stored) <= set(weight.gathering)
     passes = [(on_forward, 1 if at_once else weight.times_forward)]
     if weight.read_back and not at_once:  # the first layer's input has no cotangent to be multiplied out
         passes.append((on_backward, weight.times_back))
@@ -98,7 +100,9 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         gradient = "reduce_scatter", zero, shard // mesh.size(onto), on_backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
         yield from [gradient] * times
     if over := tuple(axis for axis in mesh.names if axis in (*zero, *onto)):
-        if zero and onto:  # the state lies in the order of the axes, in which those of a group come last
+        if (
+            onto and over[: len(onto)] != onto
+        ):  # the state lies in the order of all axes, the parts in that of the group
             yield "collective_permute", over, shard // mesh.size(over), on_backward(Kind.GRADIENT_GROUPS, leaf.path)
         yield "all_gather", over, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:

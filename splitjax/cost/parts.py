@@ -8,7 +8,7 @@ changes make of each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.cost.collectives import (
     columns_stay,
@@ -49,7 +49,8 @@ class Manner:
       operations, as that for CPUs of JAX before 0.11 does: it gathers once what several calls keep of one activation
       (`cost.saved`).
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
-      they send it: where gradients are taken in microbatches.
+      they send it: where gradients are taken in microbatches. `gathering`: those along which they have gathered the
+      weights before that are stored over them; none where no way to run a boundary gathers any.
     - `sums_statistics`: whether statistics of the batch are those of all examples; else each worker has those of its
       own.
     """
@@ -62,6 +63,7 @@ class Manner:
     maxima_apart: bool = True
     drops_barriers: bool = False
     within: Axes = ()
+    gathering: Axes = ()
     sums_statistics: bool = True
 
 
@@ -164,12 +166,13 @@ class Layout:
             tuple(self.leaves[state] for state in structure.states_of.get(path, ())),
             experts=flows[uses[-1]].stacked if uses else (),
             read_back=path in structure.read_back,
-            parts=self._parts(leaf),
+            parts=self._parts_of(leaf),
             in_group=self._in_group(leaf),
             narrowed=narrowed,
             widened=widened,
             times=structure.times.get(path, 1),
             within=manner.within,
+            gathering=manner.gathering,
             times_forward=structure.times_forward.get(path, 1),
             times_back=structure.times_back.get(path, 1),
             sums_apart=manner.sums_apart,
@@ -188,25 +191,36 @@ class Layout:
             self.leaves[i] == known.leaf
             and all(self.leaves[at] == state for at, state in zip(states, known.states, strict=True))
             and (self.flows[uses[-1]].stacked if uses else ()) == known.experts
-            and self._parts(known.leaf) == known.parts
+            and self._parts_of(known.leaf) == known.parts
             and self._in_group(known.leaf) == known.in_group
         )
 
-    def _parts(self, leaf: LeafPlan) -> Axes:
-        """Returns `Weight.parts` of a parameter."""
+    def _parts_of(self, leaf: LeafPlan) -> Axes:
+        """Returns `Weight.parts` of a parameter: by its groups (`parts`), or by the columns that it meets."""
         return self.parts.get(leaf.path, ()) or self._beside_columns(leaf)
 
     def _in_group(self, leaf: LeafPlan) -> Axes:
         """Returns `Weight.in_group` of a parameter."""
         added = _added_in_group(self.structure.added_to.get(leaf.path, ()), self.flows)
-        return added or self._beside_columns(leaf)
+        return added or self._beside_columns(leaf) or self._beside_sums(leaf)
 
     def _beside_columns(self, leaf: LeafPlan) -> Axes:
         """Returns the axes over which the columns are split that a whole parameter is multiplied with or added to (the
-        scale of a normalisation): all devices of a group see the same examples, and each has the gradient of its own
-        columns alone."""
-        flows = [self.flows[i] for i in self.structure.beside_columns.get(leaf.path, ())]
-        axes = {flow.free if flow.crossing and columns_stay(flow, self.flows) else () for flow in flows}
+        scale of a normalisation, a bias): all devices of a group see the same examples, and each has the gradient of
+        its own columns alone."""
+        return self._at_all_beside(leaf, lambda flow: flow.free if columns_stay(flow, self.flows) else ())
+
+    def _beside_sums(self, leaf: LeafPlan) -> Axes:
+        """Returns the axes over which the layers are split by rows whose outputs a whole parameter meets, where these
+        are all-reduced: all devices of a group have the same, and its whole gradient."""
+        return self._at_all_beside(leaf, lambda flow: _summed_in_group(flow, self.flows))
+
+    def _at_all_beside(self, leaf: LeafPlan, axes_at: Callable[[WeightFlow], Axes]) -> Axes:
+        """Returns what `axes_at` says of all uses that a whole parameter stands beside; none where it says different
+        things, or the parameter is split over some of these axes."""
+        structure, path = self.structure, leaf.path
+        beside = structure.beside_columns.get(path) or structure.added_to.get(path, ())
+        axes = {axes_at(self.flows[i]) for i in beside}
         found = axes.pop() if len(axes) == 1 else ()
         return found if set(found).isdisjoint(leaf.axes) else ()
 
@@ -269,8 +283,10 @@ def _added_in_group(uses: Sequence[int], flows: Sequence[WeightFlow]) -> Axes:
     which is the same on all devices of a group, each of them adds the bias for all of the group's examples.
 
     `uses`: the positions of the uses to whose output the bias may be added."""
-    for i in reversed(uses):
-        flow = flows[i]
-        if flow.contracted and flow.crossing and stays_in_group(flow, flows):
-            return flow.contracted
-    return ()
+    return next((axes for i in reversed(uses) if (axes := _summed_in_group(flows[i], flows))), ())
+
+
+def _summed_in_group(flow: WeightFlow, flows: Sequence[WeightFlow]) -> Axes:
+    """Returns the axes over which a use is split by rows, where its output is all-reduced within the group, and stays
+    there."""
+    return flow.contracted if flow.crossing and stays_in_group(flow, flows) else ()

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from splitjax import _compat
+from splitjax.cost.flow import used_axes
 from splitjax.cost.use_links import reads_ids
 from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched
@@ -102,27 +103,27 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
             return _without_turns(plan, turned) if isinstance(turned, Refusal) else turned
     if graph.num_examples is None:
         return Whole()
-    workers = workers_of(plan, apart=pulled)
-    if number not in (None, 1):
-        return microbatched(step, eqn, site, number, workers)
-    if not _has_recurrence(graph, site):
-        return Whole()
-    gathering = workers_of(plan, gathers=True, apart=pulled)
+    workers, why = workers_of(plan, apart=pulled), ""
+    is_recurrent = _has_recurrence(graph, site)
+    gathering = workers_of(plan, gathers=True, apart=pulled) if is_recurrent else workers
     if gathering != workers:
         own, others = _stored_bytes(step, site)
-        if own < others:
-            return Whole(
-                "gradients of its recurrence are exchanged at every turn: to exchange them once, each device would hold"
-                f" {others} bytes of weights whole that are stored in parts, of other layers"
+        if own >= others:
+            workers = gathering
+        else:
+            why = (
+                "gradients of its recurrence are exchanged at every turn over the devices that store its weights: to"
+                f" exchange them once, each would hold {others} bytes of other layers' weights whole"
             )
-        workers = gathering
-    if workers.num_workers == 1:
-        return Whole()
+    if number not in (None, 1):
+        return microbatched(step, eqn, site, number, workers)
+    if workers.num_workers == 1 or not is_recurrent:
+        return Whole(why)
     once = microbatched(step, eqn, site, 1, workers)
     if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration
         return Whole(f"gradients of its recurrence are exchanged at every turn: {once.message}")
     if isinstance(once, Microbatched):
-        return dataclasses.replace(once, why="gradients of its recurrence are exchanged once, behind it")
+        return dataclasses.replace(once, why=why or "gradients of its recurrence are exchanged once, behind it")
     return once
 
 
@@ -167,14 +168,20 @@ def _recurrent_layers(graph: Graph) -> frozenset[str]:
 
 
 def _stored_bytes(step: DecidedStep, site: Site) -> tuple[int, int]:
-    """Returns the bytes of the weights of a boundary that are stored in parts and used whole, tables of lookups left
-    out, which are gathered for all of their lookups anyway: of recurrent layers, and of others."""
+    """Returns the bytes that weights of a boundary have on a device where they are gathered that are stored in parts:
+    of recurrent layers, and of others. Tables of lookups are left out, which are gathered for all of their lookups
+    anyway."""
     plan, recurrent = step.plan, _recurrent_layers(step.graph)
-    stored = {leaf.path: leaf.whole_bytes(plan.mesh) for leaf in plan.leaves if plan.mesh.present(leaf.axes)}
+    gathered: dict[str, int] = {}
+    for leaf in plan.leaves:
+        used = used_axes(leaf, plan.mesh, plan.batch_axes, plan.replicated_batch)
+        stored = tuple(axis for axis in plan.mesh.present(leaf.axes) if axis not in used)
+        if leaf.role == "param" and plan.mesh.size(stored) > 1:
+            gathered[leaf.path] = leaf.bytes_per_device * plan.mesh.size(stored)
     own, others = dict[str, int](), dict[str, int]()
     for use in step.graph.uses:
-        if use.param in stored and use.site[: len(site)] == site and not reads_ids(use):
-            (own if use.layer in recurrent else others)[use.param] = stored[use.param]
+        if use.param in gathered and use.site[: len(site)] == site and not reads_ids(use):
+            (own if use.layer in recurrent else others)[use.param] = gathered[use.param]
     return sum(own.values()), sum(others.values())
 
 

@@ -170,17 +170,29 @@ def predict_partial(
     `step`: its depths. `platform`: the platform of the mesh's devices, such as `cpu`."""
     costs = PartialCosts(step, decided.mesh, platform)
     leaves = {leaf.path: leaf for leaf in decided.leaves}
-    sums: dict[str, list[Collective]] = collections.defaultdict(list)
-    parts: dict[str, int] = {}
+    sent: dict[str, list[Collective]] = collections.defaultdict(list)
     for collective in dense:
-        sums[gradient_of(collective)].append(collective)
-        if collective.purpose.kind == PurposeKind.GRADIENT_GROUPS:
-            parts[collective.purpose.leaf or ""] = decided.mesh.size(tuple(collective.axis.split("+")))
+        sent[collective.purpose.leaf or ""].append(collective)
     found = {
-        param: costs.exchange(param, leaves.get(param), sums[param], parts.get(param, 1)) for param in costs.segment_of
+        param: costs.exchange(param, leaves.get(param), sent[param], _num_parts(sent[param], decided.mesh))
+        for param in costs.segment_of
     }
     exchanges = {param: exchange for param, exchange in found.items() if exchange is not None}
     return costs.plan(exchanges), costs.sent(dense, exchanges)
+
+
+def _num_parts(sent: Sequence[Collective], mesh: MeshShape) -> int:
+    """Returns among how many devices of a worker the gradient of a whole parameter lies in parts. `sent`: what is sent
+    for it: parts are brought together, or stay parts for a state over more axes than the gradient is summed onto."""
+    over = lambda *kinds: {axis for each in sent if each.purpose.kind in kinds for axis in each.axis.split("+")}
+    together = {
+        axis
+        for each in sent
+        if each.purpose.kind == PurposeKind.GRADIENT_GROUPS and each.op == "all_gather"
+        for axis in each.axis.split("+")
+    }
+    stay = over(PurposeKind.NEW_VALUE) - over(PurposeKind.GRADIENT_ONTO_STATE)
+    return mesh.size(tuple(together or stay))
 
 
 def _segments(step: PartialStep, exchanges: Mapping[str, PartialExchange]) -> Iterator[SegmentPlan]:

@@ -179,15 +179,21 @@ def dense_prediction(draft: Draft) -> Prediction:
     )
     cpu = draft.request.platform == "cpu"
     adding = [] if draft.ways is None else [set(way.worker_axes) for way in draft.ways.planned.values()]
+    within = tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding))
+    # Ways whose workers gather are those with axes that store some parameter.
+    by_rows = row_bytes_of(draft.tables)
+    params = (leaf for leaf in layout.leaves if leaf.role == "param" and leaf.path not in by_rows)
+    stores = any(set(leaf.axes) & set(within) for leaf in params)
     manner = Manner(
         draft.takes_gradient,
         draft.group_comm,
-        row_bytes_of(draft.tables),
+        by_rows,
         sums_apart=cpu,
         widens=cpu,
         maxima_apart=draft.request.platform != "tpu",
         drops_barriers=cpu and CPU_DROPS_BARRIERS,
-        within=tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding)),
+        within=within,
+        gathering=within if stores else (),
         sums_statistics=draft.partial is None,
     )
     return predict_step(step, manner)

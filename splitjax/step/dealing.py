@@ -97,16 +97,18 @@ def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
     dealt: set[Any] = set()
     shares: dict[Any, int] = {}  # by variable, the dim that counts them: it was cut out of the next one
     for eqn in _compat.open_jaxpr(_body_at(jaxpr, prefix))[0].eqns:
-        name, inputs = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, _compat.Literal)]
+        name = eqn.primitive.name
         if name == DEAL:
             dealt.update(eqn.outvars)
             shares[eqn.outvars[0]] = eqn.params["dim"]
         elif name == "reshape":
-            before, after = inputs[0].aval.shape, eqn.outvars[0].aval.shape
+            before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
             at = next((d for d, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
             if at is not None and (*after[:at], math.prod(after[at : at + 2]), *after[at + 2 :]) == before:
                 shares[eqn.outvars[0]] = at
-        elif name == "concatenate" and {shares.get(v) for v in inputs} == {eqn.params["dimension"] - 1}:
+        elif name == "concatenate" and {
+            None if isinstance(v, _compat.Literal) else shares.get(v) for v in eqn.invars
+        } == {eqn.params["dimension"] - 1}:
             dealt.update(eqn.outvars)
     return frozenset(dealt)
 

@@ -137,7 +137,7 @@ def _assemble(
         suspects=find_suspects(flat, classes),
         gradients=_gradients(flat, arguments, sources),
         spreads=tuple(_spreads(flat, arguments, sources, names, classes, example_atoms)),
-        reductions=tuple(find_reductions(flat, classes, example_atoms, used, repeated)),
+        reductions=tuple(find_reductions(flat, classes, example_atoms, used, repeated, learned)),
         picks=tuple(find_picks(flat, classes, example_atoms, used, repeated, learned)),
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),

@@ -24,6 +24,7 @@ CASES = {
     "by a pair of axes": ("transformer", "transformer", {}, "params/block2/attention/out/kernel"),
     "stored in parts": ("transformer", "fsdp", {}, "logits"),
     "sharded state": ("deepfm", "megatron", {"shard_state": True}, "deepfm/dense1"),
+    "whole, in microbatches": ("transformer", "data_parallel", {"microbatches": 4}, "logits"),
 }
 
 

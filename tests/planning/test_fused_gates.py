@@ -84,6 +84,11 @@ def test_gates_of_a_recurrent_cell_stay_where_they_are():
     assert {each.bytes for each in report.unplanned if each.compiled.shape} <= {HIDDEN * 8 * 3 // 4}
 
 
+def twice(batch):
+    """With as many examples again."""
+    return {"x": jnp.concatenate([batch["x"], -batch["x"]], 1), "y": jnp.concatenate([batch["y"], 2 * batch["y"]])}
+
+
 STORED = splitjax.RuleSet(
     "stored",
     (
@@ -94,11 +99,13 @@ STORED = splitjax.RuleSet(
 )
 
 
-@pytest.mark.parametrize(("rules", "mesh"), [("splitbrain", MESH), (STORED, MESH)], ids=["splitbrain", "stored"])
-def test_a_recurrent_cell_trains_as_on_one_device_with_what_is_planned(rules, mesh):
+@pytest.mark.parametrize("number", [None, 2])
+@pytest.mark.parametrize("rules", ["splitbrain", STORED], ids=["splitbrain", "stored"])
+def test_a_recurrent_cell_trains_as_on_one_device_with_what_is_planned(rules, number):
     with jax.enable_x64(True):
-        params, batch = parameters(), batched(examples())
-        parallel = splitjax.parallelize(batched_train, mesh=mesh, rules=rules, donate=False)
+        params, batch = parameters(), batched(examples() if number is None else twice(examples()))
+        options = {} if number is None else {"microbatches": number}
+        parallel = splitjax.parallelize(batched_train, mesh=MESH, rules=rules, donate=False, **options)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
         jax.tree.map(close, parallel(params, batch), jax.jit(batched_train)(params, batch))
         plan, report = parallel.plan(params, batch), parallel.report(params, batch)
@@ -106,9 +113,10 @@ def test_a_recurrent_cell_trains_as_on_one_device_with_what_is_planned(rules, me
     gradients = [
         each for each in report.collectives if each.planned and each.planned.purpose.kind == PurposeKind.GRADIENT
     ]
-    assert gradients and all(each.compiled.trips == 1 for each in gradients)
+    of_kernels = [each for each in gradients if each.planned.purpose.leaf[0] in "ih"]
+    assert of_kernels and all(each.compiled.trips == 1 for each in of_kernels)
     (boundary,) = plan.boundaries
-    assert (boundary.how, boundary.num_parts) == ("microbatches", 1)
+    assert (boundary.how, boundary.num_parts) == ("microbatches", number or 1)
 
 
 def test_gates_are_dealt_out_once():
@@ -125,9 +133,20 @@ def test_gates_are_dealt_out_once():
     assert find_parts(again, [(at(again), 1, dim, 2) for dim in (1, 2)]) == [None, None]
 
 
+def test_numbers_that_are_reshaped_hide_no_weight():
+    """A scalar that stands in the program has no variable."""
+
+    def function(x, a, b):
+        return [part * jnp.reshape(2.0, (1, 1)) for part in jnp.split(x @ jnp.concatenate([a, b], -1), 2, -1)]
+
+    jaxpr = jax.make_jaxpr(function)(np.ones((4, 6)), np.ones((6, 16)), np.ones((6, 16)))
+    site = next((n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general")
+    assert find_parts(jaxpr, [(site, 1, 1, 2)]) == [Parts((16, 16), (None, None))]
+
+
 def test_other_weights_are_not_held_whole_for_a_recurrence():
     """Where workers would have more of other layers' weights whole than of the recurrence's, gradients are summed in
-    its loop."""
+    its loop over the devices that store them, and behind it over the others."""
 
     def deeper(params, batch):
         return loss(params, batch) + jnp.mean((jnp.tanh(batch["y"] @ params["wide"]) @ params["back"]) ** 2)
@@ -139,7 +158,14 @@ def test_other_weights_are_not_held_whole_for_a_recurrence():
     params = parameters() | {"wide": jnp.ones((HIDDEN, 256)), "back": jnp.ones((256, HIDDEN))}
     plan = splitjax.parallelize(step, mesh={"fsdp": 8}, rules="fsdp").plan(params, batched(examples()))
     (boundary,) = plan.boundaries
-    assert boundary.how == "whole" and "32768 bytes of weights whole" in boundary.why
+    assert boundary.how == "whole" and "32768 bytes of other layers' weights whole" in boundary.why
+    stored = [splitjax.Rule(path, path=path, shard=[{"largest": "fsdp"}]) for path in ("[ih]?", "wide", "back")]
+    rules = splitjax.RuleSet("stored", (*stored, splitjax.Rule("rest", path="**", shard=[])), replicated_batch="data")
+    parallel = splitjax.parallelize(step, mesh={"data": 2, "fsdp": 4}, rules=rules)
+    (boundary,) = parallel.plan(params, batched(examples())).boundaries
+    assert boundary.how == "microbatches" and "32768 bytes of other layers' weights whole" in boundary.why
+    over_data = [each for each in parallel.report(params, batched(examples())).collectives if each.axis == "data"]
+    assert over_data and all(each.compiled.trips == 1 for each in over_data)
 
 
 def dealt(function, *shapes, dim=1, sizes=(8, 8, 8, 8), num=4):

@@ -21,6 +21,7 @@ from splitjax.models import build, make_step
 from splitjax.plan import ROW_EXCHANGE, PurposeKind
 from splitjax.planning.draft import KnownTables
 from splitjax.planning.observing import decide
+from splitjax.planning.partial_plan import predict_partial
 from splitjax.planning.passes import draft_step, with_tables
 from splitjax.planning.predict import StepPrediction, predict
 from splitjax.planning.tables.sparse_step import SparseStep
@@ -147,3 +148,13 @@ def test_the_gradient_of_a_layer_that_is_split_anew_is_exchanged_among_its_contr
     dense = [one for one in changed.dense.sent_by_leaf[position] if one.purpose.kind == PurposeKind.GRADIENT]
     assert [one.bytes for one in sums] == [round(one.bytes * share) for one in dense]
     assert changed.sent_by_leaf[position] != before.sent_by_leaf[position]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}], ids=["whole state", "sharded state"])
+def test_advice_predicts_partial_backpropagation_as_plans_do(options):
+    """It has the plan of full backpropagation alone: how many devices of a group have parts of a scale's gradient
+    follows from what is sent for it."""
+    draft = draft_of("transformer", "splitbrain", options={"backprop": SPATIAL, **options})
+    predicted = StepPrediction.of(draft)
+    known, _ = predict_partial(predict(draft), predicted.dense.collectives, draft.partial, "cpu")
+    assert known == predicted.partial

@@ -327,6 +327,41 @@ def test_what_a_loss_reduces_of_split_classes_is_planned(again):
     assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
 
 
+METRICS = {
+    "probabilities": lambda logits: (jax.nn.softmax(logits) ** 2).sum(-1).mean(),
+    "likeliest": lambda logits: (logits == logits.max(-1, keepdims=True)).mean(),
+}
+
+
+def counted(hidden):
+    return hidden / jnp.maximum((hidden > 0).sum(-1, keepdims=True), 1)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_for_what_has_no_cotangent_none_is_planned(metric):
+    """Metrics have no part in the loss, and counts no derivative: what is made of sums over split columns and laid
+    along them again is summed in the forward pass alone."""
+
+    def loss_fn(params, batch):
+        logits = counted(jnp.tanh(batch["x"] @ params["first"])) @ params["last"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), METRICS[metric](logits)
+
+    columns = [splitjax.Rule(name, path=name, shard=[{"out": "model"}]) for name in ("first", "last")]
+    rules = splitjax.RuleSet("one", (*columns, splitjax.Rule("rest", path="**", shard=[])), replicated_batch="data")
+
+    def step(params, batch):
+        (loss, found), grads = splitjax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), (loss, found)
+
+    shape = lambda sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)
+    arguments = (
+        {"first": shape((12, 16)), "last": shape((16, 20))},
+        {"x": shape((16, 12)), "y": shape((16,), jnp.int32)},
+    )
+    report = splitjax.parallelize(step, mesh=MESH, rules=rules).report(*arguments)
+    assert report.missing == ()
+
+
 def test_a_weight_that_is_stored_along_two_dims_is_gathered_and_summed_along_one_after_the_other():
     def step(params, batch):
         def loss_fn(params):

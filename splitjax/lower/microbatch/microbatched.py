@@ -24,6 +24,7 @@ from splitjax.lower.microbatch.places import Runner, Together, WorkerLoops
 from splitjax.lower.products.groups import Copies
 from splitjax.lower.products.interpret import evaluate_equation
 from splitjax.lower.way import Whole
+from splitjax.planning.sites.exchange import EXAMPLES, SCATTER, SWAP, Exchange
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.ways import BoundaryCall, DecidedStep, SumWithin, example_dim
@@ -38,7 +39,8 @@ class Microbatched:
 
     - `job`: the analysed boundary.
     - `why`: why it runs so, as a clause.
-    - `whole_over`: the axes of the batch along which no layer wants its examples apart.
+    - `whole_over`: the axes along which devices share the examples of a worker in every layer: the batch is not split
+      over them.
     """
 
     job: PreparedBoundary
@@ -94,8 +96,7 @@ def microbatched(
         return job
     if job is None:
         return Whole("nothing of it holds examples")
-    split, crosses = _split_uses(step, site)
-    whole_over = workers.shared_axes if crosses and all(split.values()) else ()
+    whole_over = workers.shared_axes if _shares_examples(step, site) else ()
     if not job.evaluator.program.has_per_microbatch:
         return Microbatched(job, whole_over=whole_over)
     return Microbatched(job, f"what is taken per microbatch is the mean over {_groups(job)}", whole_over)
@@ -170,8 +171,8 @@ def _islands(
     """Returns what a loop is told of replicated layers whose examples are over the axes that split other layers; None
     where there are none. `share`: the examples of the place, where places have different numbers of them."""
     group = workers.shared_axes
-    split, crosses = _split_uses(step, site)
-    if not group or not crosses or all(split.values()):
+    split = _split_uses(step, site)
+    if not group or not _exchanges(step, site) or all(split.values()):
         return None
     if share:
         size = traced_examples(share // workers.devices_each)
@@ -188,9 +189,21 @@ def _islands(
     )
 
 
-def _split_uses(step: DecidedStep, site: Site) -> tuple[dict[Site, bool], bool]:
-    """Returns by site in the boundary at `site` which uses of weights are split, and whether examples cross into any of
-    them."""
+def _split_uses(step: DecidedStep, site: Site) -> dict[Site, bool]:
+    """Returns by site in the boundary at `site` which uses of weights are split."""
     prefix = (*site, 0)
-    split = {use.site[len(prefix) :]: bool(use.axes) for use in step.sites.uses if use.site[: len(prefix)] == prefix}
-    return split, any(exchange.site[: len(prefix)] == prefix for exchange in step.sites.exchanges.values())
+    return {use.site[len(prefix) :]: bool(use.axes) for use in step.sites.uses if use.site[: len(prefix)] == prefix}
+
+
+def _exchanges(step: DecidedStep, site: Site) -> list[Exchange]:
+    """Returns the exchanges of split layers in the boundary at `site`."""
+    prefix = (*site, 0)
+    return [exchange for at, exchange in step.sites.exchanges.items() if at[: len(prefix)] == prefix]
+
+
+def _shares_examples(step: DecidedStep, site: Site) -> bool:
+    """Tells whether devices of a group share their examples in the whole boundary at `site`: all of its layers are
+    split, and none of them exchanges examples with layers that are not."""
+    exchanges = _exchanges(step, site)
+    crossing = any(each.enter in (EXAMPLES, SWAP) or each.leave == SCATTER for each in exchanges)
+    return bool(exchanges) and not crossing and all(_split_uses(step, site).values())

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from splitjax.trace.activations.learned import values_with_cotangents
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 
@@ -20,12 +21,13 @@ from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """Describes an operation of the forward computation that reduces dims of activations, or looks one place of a dim
-    up, and leaves a value for each example.
+    up, and leaves a value for each example; or one that lays such a value along dims, whose cotangent the backward pass
+    sums over them.
 
-    - `primitive`: its name. `site`: of the operation. `backward`: whether the operation lays a value along the dims,
-      and it is the cotangent of that value that is summed over them, in the backward pass.
-    - `labels`: the local labels of the leading atoms of the dims that it reduces.
-    - `shape`: of the result. `operand_dtype`, `dtype`: of what it reads, and of its result.
+    - `primitive`: its name. `site`: of the operation. `backward`: whether it lays a value.
+    - `labels`: the local labels of the leading atoms of the dims that are reduced.
+    - `shape`: of the value for each example: the result, or what is laid. `operand_dtype`, `dtype`: of what it reads,
+      and of its result.
     - `trips`: how often it runs per step. `repeated`: how often rematerialisation computes it again.
     """
 
@@ -41,13 +43,20 @@ class Reduction:
 
 
 def find_reductions(
-    flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int], repeated: Sequence[int]
+    flat: FlatStep,
+    classes: Classes,
+    examples: frozenset[int],
+    weights: frozenset[int],
+    repeated: Sequence[int],
+    learned: frozenset[int],
 ) -> Iterator[Reduction]:
-    """Yields the reductions of the forward computation of `flat` that keep examples apart, in program order.
+    """Yields the reductions of the forward computation of `flat` that keep examples apart, and those of the cotangents
+    of what is laid along reduced dims again, in program order of the operations.
 
     **Arguments:** `classes`: the dim classes. `examples`: the atoms of the example dim. `weights`: the positions of
     operations that a parameter is used by, which look its rows up. `repeated`: by operation, how often
-    rematerialisation computes it again."""
+    rematerialisation computes it again. `learned`: the values that parameters reach."""
+    with_cotangents = values_with_cotangents(flat, learned)
     dims_of = lambda value: classes.dims(value, len(flat.shapes[value]))
     keeps_examples = lambda value: any(atoms and atoms[0] in examples for atoms in dims_of(value))
     made_of: dict[int, frozenset[int]] = {}  # by value, the labels of the dims that what it is made of was reduced over
@@ -76,7 +85,8 @@ def find_reductions(
         meeting = wanted & along.keys()
         if not meeting:
             made_of[result] = wanted
-        for value in made if op.inside or op.phase == FORWARD else ():
+        asked_for = with_cotangents if op.inside else learned if op.phase == FORWARD else frozenset[int]()
+        for value in (each for each in made if each in asked_for and result in asked_for):
             labels = frozenset(label for label in made_of[value] & meeting if _is_laid(op, flat, value, along[label]))
             if labels:
                 yield Reduction(
