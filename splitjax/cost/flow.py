@@ -55,7 +55,8 @@ class WeightFlow:
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
     - `recurs`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
-    - `reduced`: what reductions over the columns of its output send, where these stay split.
+    - `reduced`: what reductions over the columns of its output send if these stay split, which depends on who reads
+      them (`cost.collectives.columns_stay`).
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.

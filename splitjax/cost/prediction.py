@@ -8,7 +8,8 @@ touches what is known exactly:
   those whose heads read the heads that it makes, and of the batches that it reads.
 - What a use sends depends on its own flow, and on those of its producer and its consumer.
 - What a parameter's gradient sends depends on its own layout, on that of its optimizer state, and on the flows of its
-  uses; for a bias on the flows of its layer's uses.
+  uses; for a bias on the flows of its layer's uses, for a scale on those of all uses in whose columns it lies, and for
+  both on the flows of the uses that read these columns.
 - Which convolutions with groups and which Fourier transforms are evaluated device by device, and how, depends on all
   parameters: a step that has some derives them anew.
 """
