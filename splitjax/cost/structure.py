@@ -102,7 +102,9 @@ class StepStructure:
         }
         # The backward pass of a lookup adds rows up, and does not read the table.
         back = [i for i, each in enumerate(links) if (i or each.use.trips > 1) and not reads_ids(each.use)]
-        read_back = {links[i].use.param for i in back} | {path for path in position if path not in uses_of}
+        read_back = {links[i].use.param for i in back} | {
+            path for path in position if path not in uses_of and path not in graph.added
+        }
         in_layer = _grouped(
             (names.get(each.use.param, each.use.layer), i) for i, each in enumerate(links) if not reads_ids(each.use)
         )

@@ -289,6 +289,7 @@ class Graph:
     - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
     - `joined`: what reads activations that are concatenated with others, in program order.
     - `saved`: activations that are stored for rematerialised calls, in program order.
+    - `added`: the paths of parameters that the forward computation reads as summands alone, such as biases.
 
     Iterating over a graph gives its layers.
     """
@@ -321,6 +322,7 @@ class Graph:
     inside_heads: frozenset[int] = frozenset()
     joined: tuple[Joined, ...] = ()
     saved: tuple[Saved, ...] = ()
+    added: frozenset[str] = frozenset()
 
     @functools.cached_property
     def _by_path(self) -> Mapping[str, Leaf]:

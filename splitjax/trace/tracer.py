@@ -14,6 +14,7 @@ from typing import Any
 
 from splitjax.primitives.operation import Linearity, Trait
 from splitjax.primitives.table import qualified_name
+from splitjax.trace.activations.added import only_added
 from splitjax.trace.activations.joined import find_joined
 from splitjax.trace.activations.learned import learned_values
 from splitjax.trace.activations.picks import find_picks
@@ -82,7 +83,7 @@ def _analysed(flat: FlatStep, arguments: Sequence[Argument], state_results: Mapp
     averages = {path: flat.outputs[result] for path, result in of_state if result is not None}
     params = {flat.inputs[leaf.index]: leaf.path for leaf in graph.leaves if leaf.role == "param"}
     statistics = find_statistics(flat, classes, graph.example_atoms, averages, params)
-    return dataclasses.replace(graph, tables=tables, statistics=statistics)
+    return dataclasses.replace(graph, tables=tables, statistics=statistics, added=only_added(flat, params))
 
 
 def _assemble(

@@ -327,6 +327,33 @@ def test_what_a_loss_reduces_of_split_classes_is_planned(again):
     assert report.missing == () and not [one for one in report.unplanned if one.compiled.shape]
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "rematerialised"])
+def test_stored_parameters_that_are_only_added_are_gathered_for_the_forward_pass(again):
+    """The backward pass of a sum reads neither summand: not a bias, nor embeddings of positions. A scale it reads."""
+
+    def loss_fn(params, batch):
+        def hidden(x):
+            return jnp.tanh((x + params["positions"][:8]) @ params["kernel"] + params["bias"]) * params["scale"]
+
+        return jnp.mean((jax.checkpoint(hidden) if again else hidden)(batch["x"]) ** 2)
+
+    params = {"positions": (12, 16), "kernel": (16, 16), "bias": (16,), "scale": (16,)}
+    stored = splitjax.Rule("stored", path="**", shard=[{"largest": ["data", "model"]}, {"largest": "model"}])
+    rules = splitjax.RuleSet("stored", (stored,), replicated_batch="all")
+
+    def step(params, batch):
+        loss, grads = splitjax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), loss
+
+    shape = lambda sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    arguments = {name: shape(sizes) for name, sizes in params.items()}, {"x": shape((32, 8, 16))}
+    plan = splitjax.parallelize(step, mesh=MESH, rules=rules).plan(*arguments)
+    gathers = [one.purpose for one in plan.collectives if one.purpose.kind == PurposeKind.STORED_WEIGHT]
+    backward = {purpose.leaf for purpose in gathers if purpose.phase == Phase.BACKWARD}
+    assert {purpose.leaf for purpose in gathers} == set(params)
+    assert backward - {"kernel"} == ({"positions", "bias", "scale"} if again else {"scale"})
+
+
 METRICS = {
     "probabilities": lambda logits: (jax.nn.softmax(logits) ** 2).sum(-1).mean(),
     "likeliest": lambda logits: (logits == logits.max(-1, keepdims=True)).mean(),
