@@ -222,6 +222,9 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     elif source and set(source.free) & set(axes):
         name = source.use.layer
         yield "all_gather", axes, whole, on_forward(Kind.WHOLE_FEATURES, source=name)
+        if flow.columns_inside:  # XLA brings them together before they are laid side by side
+            yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
+            return
         yield "reduce_scatter", axes, whole, on_backward(Kind.WHOLE_FEATURES_COTANGENT, source=name)
     elif source or not flow.crossing:
         yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)

@@ -54,6 +54,7 @@ class WeightFlow:
       projection those of query, key and value.
     - `same_input`: the position of an earlier use of the very same input (q, k and v) that is split over the same axes;
       None for none.
+    - `columns_inside`: as for `cost.use_links.UseLinks`.
     - `recurs`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
     - `reduced`: what reductions over the columns of its output send if these stay split, which depends on who reads
       them (`cost.collectives.columns_stay`).
@@ -81,6 +82,7 @@ class WeightFlow:
     same_input: int | None
     at_hand: bool = False
     producers: tuple[int, ...] = ()
+    columns_inside: bool = False
     recurs: bool = False
     reduced: tuple[Reduced, ...] = ()
     shared: SharedHeads | None = None
@@ -223,6 +225,7 @@ def flow_of(
             for path in use.fed_by
         ),
         producers=links.producers,
+        columns_inside=links.columns_inside,
         recurs=links.recurs,
         reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free), joined)) if free else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,

@@ -39,6 +39,8 @@ class UseLinks:
       the whole batch and all repetitions; `data_batched`, `out_batched`: whether these hold examples.
     - `producer`, `consumer`, `producers`, `recurs`: as for `cost.flow.WeightFlow`.
     - `same_value`: the positions of earlier uses of other weights that read the very same input.
+    - `columns_inside`: whether the columns of its producer's output lie inside of a dim that it contracts, behind
+      another (the features of several fields, side by side): a device's columns are no consecutive part of that dim.
     - `columns`: the local class of the columns of its output: of the leading atom of its weight's free dim; None where
       the weight has not one of these. `reductions`: those over these columns.
     - `heads`: the heads of an attention that its output has and that more heads read; None for none.
@@ -61,6 +63,7 @@ class UseLinks:
     same_value: tuple[int, ...]
     producers: tuple[int, ...] = ()
     recurs: bool = False
+    columns_inside: bool = False
     columns: int | None = None
     reductions: tuple[Reduction, ...] = ()
     heads: HeadReaders | None = None
@@ -99,6 +102,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
             alike += ((use.data_shape, use.data_dtype, use.trips, reads[i]),)
         others = sorted({j for value in alike for j in readers.get(value, ())})
         joined = _joined(graph, use, traced[use.param], roles[i])
+        producer = max((last_writer[label] for label in reads[i] if label in last_writer), default=None)
         links.append(
             UseLinks(
                 use,
@@ -107,13 +111,15 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 out_bytes=num_bytes(use.out_shape, use.out_dtype) * use.trips,
                 data_batched=any(dim and dim[0] in graph.example_atoms for dim in use.data_dims),
                 out_batched=any(dim and dim[0] in graph.example_atoms for dim in use.out_dims),
-                producer=max((last_writer[label] for label in reads[i] if label in last_writer), default=None),
+                producer=producer,
                 producers=tuple(sorted({j for label in reads[i] for j in writers.get(label, ())}, reverse=True)),
                 recurs=use.param in recurrent and not reads[i].isdisjoint(writes[i]),
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),
                 columns=columns[i],
+                columns_inside=producer is not None
+                and columns[producer] in _inner_classes(graph, traced[use.param], roles[i]),
                 reductions=tuple(reductions.get(i, ())),
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
@@ -221,6 +227,13 @@ def _classes(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str], role: str
     return frozenset(
         graph.local[atom] for dim, its_role in zip(leaf.dims, roles, strict=True) if its_role == role for atom in dim
     )
+
+
+def _inner_classes(graph: Graph, leaf: Leaf, roles: Sequence[str]) -> frozenset[int]:
+    """Returns the local classes that stand in contracted dims of a weight behind the leading atom, and lead none."""
+    contracted = [dim for dim, role in zip(leaf.dims, roles, strict=True) if role == "contracted"]
+    inner = {graph.local[atom] for dim in contracted for atom in dim[1:]}
+    return frozenset(inner - {graph.local[dim[0]] for dim in contracted if dim})
 
 
 def _dim_roles(graph: Graph, use: Use, leaf: Leaf) -> tuple[str, ...]:

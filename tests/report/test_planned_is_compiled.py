@@ -13,6 +13,7 @@ import pytest
 import splitjax
 from benchmarks.corpus.cells import Cell, Unit
 from benchmarks.corpus.steps import parallel, ready
+from splitjax import models
 from splitjax.plan import Phase, PurposeKind
 from tests.report.programs import narrow
 
@@ -209,6 +210,16 @@ def test_of_norms_between_split_layers_nothing_is_compiled_that_is_not_planned(w
     of_scale = [one for one, purpose in purposes if purpose.leaf == "params/final_norm/scale"]
     behind = [("all_gather", "model")] if way == "whole" else [("collective_permute", ALL), ("all_gather", ALL)]
     assert sorted((one.op, one.axis) for one in of_scale) == sorted([("all_reduce", "data"), *behind])
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"data": 2, "model": 4}], ids=str)
+def test_features_of_several_fields_are_brought_together_before_they_are_laid_side_by_side(mesh):
+    """A layer reads them as one dim, of which a device's features are no consecutive part: XLA dealt fields out."""
+    spec = models.build("deepfm", field_sizes=(200, 32, 80, 504), num_dense=4, embedding_width=32, features=(64, 32))
+    init, step, _ = models.make_step(spec, optax.adagrad(0.1), value_and_grad=splitjax.value_and_grad)
+    arguments = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)), spec.example(64)
+    report = splitjax.parallelize(step, mesh=mesh, rules="splitbrain").report(*arguments)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
 
 
 def small_report(loss_fn, params, batch, rule, mesh):

@@ -138,7 +138,8 @@ def _exchange(
     source = linked(flow.producer, axes, chain)
     target = linked(flow.consumer, axes, chain)
     if flow.free:
-        in_parts = flow.recurs or (source is not None and bool(source.free))  # a state stays where its gates are
+        has_parts = source is not None and bool(source.free) and not flow.columns_inside
+        in_parts = flow.recurs or has_parts  # a state stays where its gates are
         enter = COPY if flow.at_hand else FEATURES if in_parts else EXAMPLES if source is None else COPY
         leave = STAY
     else:
