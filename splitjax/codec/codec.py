@@ -170,7 +170,13 @@ class Codec(Generic[T]):
             values = {name: value for name, value in values.items() if name not in form.unread}
         if form is not None and form.read is not None:
             return form.read(self, values, place)
-        return kind(**self.arguments(kind, values, place))
+        arguments = self.arguments(kind, values, place)
+        try:
+            return kind(**arguments)
+        except self.error:
+            raise
+        except SplitjaxError as error:  # what a dataclass refuses by an error of its own is wrong with this document
+            raise self.error(error.message, value=error.value, place=place, remedy=error.remedy) from error
 
     def arguments(self, kind: type, values: Any, place: str, without: Collection[str] = ()) -> dict[str, Any]:
         """Returns the fields of the dataclass `kind`, those in `without` left out, as read from the JSON object

@@ -297,6 +297,7 @@ _JSON = Codec(
     PlanError,
     Wording.of_result("a report", "report"),
     format=FORMAT,
+    finite=True,
     forms={
         MeshShape: MESH_FORM,
         Memory: MEMORY_FORM,

@@ -162,6 +162,7 @@ _JSON = Codec(
     PlanError,
     Wording.of_result("a check of a target", "check"),
     format=FORMAT,
+    finite=True,
     forms={
         MeshShape: MESH_FORM,
         Memory: MEMORY_FORM,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -114,9 +115,13 @@ def test_weights_and_biases_hears_every_step_and_goes_on_with_its_run(tmp_path, 
         for step in steps:
             observer.step({"step": step, "loss": 1.0 / step, "accuracy": None})
         observer.close()
-    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len({file.name for file in files}) == 1  # the same run, by its id
-    rows = [row for file in files for row in wandb_history(file.read_bytes())]
+    deadline = time.monotonic() + 30
+    rows = []
+    while len(rows) < 3 and time.monotonic() < deadline:  # W&B's own process may write the last of it a little later
+        files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+        assert len({file.name for file in files}) == 1  # the same run, by its id
+        rows = [row for file in files for row in wandb_history(file.read_bytes())]
+        time.sleep(0.05)
     assert [(row["_step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert all("accuracy" not in row for row in rows)
 
