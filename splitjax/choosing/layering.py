@@ -20,6 +20,7 @@ from splitjax.choosing.domain import Group, Mode, rule_set
 from splitjax.choosing.prices import Prices
 from splitjax.choosing.sums import StepSums
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
+from splitjax.cost.structure import StepStructure
 from splitjax.mesh import MeshShape
 from splitjax.plan import BlockRemat, LeafPlan
 from splitjax.rules.assign import Assignment, assign
@@ -106,7 +107,7 @@ def answers(pricing: Pricing, groups: Sequence[Group], mode: Mode, budget_bytes:
     if not groups:
         return []
     base = laid_out(pricing, rule_set(groups, [0] * len(groups), mode))
-    problem = _network(pricing, groups, mode, base, changes(pricing, groups, mode, base))
+    problem = network_of(pricing, groups, mode, base, changes(pricing, groups, mode, base))
     found = problem.solved(budget_bytes, effort)
     if math.isinf(budget_bytes):
         return [] if found is None else [found]
@@ -223,7 +224,7 @@ def _owners(graph: Graph, groups: Sequence[Group]) -> dict[str, set[int]]:
     return owners
 
 
-def _network(
+def network_of(
     pricing: Pricing,
     groups: Sequence[Group],
     mode: Mode,
@@ -241,7 +242,7 @@ def _network(
         least_bytes += float(extra.min())
         uses.append(MemoryUse(number, 0, 1, extra - extra.min()))
     pairs = []
-    for first, second in _neighbours(pricing.graph, groups):
+    for first, second in _neighbours(base.structure, groups):
         table = np.zeros((costs[first].size, costs[second].size))
         for i, j in itertools.product(range(1, table.shape[0]), range(1, table.shape[1])):
             table[i, j] = priced.meeting_seconds(alone[first][i], alone[second][j])
@@ -262,8 +263,10 @@ def _within(network: CostNetwork, least_bytes: float, budget_bytes: float) -> Co
     return dataclasses.replace(network, memories=(memory,))
 
 
-def _neighbours(graph: Graph, groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Returns the pairs of groups that meet: layers that follow each other, or read the same value."""
+def _neighbours(structure: StepStructure, groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """Returns the pairs of groups that meet: layers that follow each other, read the same value, or hand something to
+    each other."""
+    graph = structure.graph
     group_of = {layer.name: number for number, group in enumerate(groups) for layer in group.layers}
     uses = [use for use in graph.uses if use.layer in group_of and not use.backward]
     pairs = list(itertools.pairwise(uses))
@@ -277,5 +280,8 @@ def _neighbours(graph: Graph, groups: Sequence[Group]) -> list[tuple[int, int]]:
         pairs += [(uses[i], uses[j]) for i, j in itertools.combinations(together, 2)]
         pairs += [(uses[i], uses[after]) for i in together if after < len(uses)]
         pairs += [(uses[together[0] - 1], uses[i]) for i in together if together[0] > 0]
+    for number, others in (*structure.beside.items(), *structure.read_alike.items()):
+        pairs += [(structure.links[number].use, structure.links[other].use) for other in others]
+    pairs = [(a, b) for a, b in pairs if a.layer in group_of and b.layer in group_of]
     met = {tuple(sorted((group_of[a.layer], group_of[b.layer]))) for a, b in pairs}
     return sorted((a, b) for a, b in met if a != b)

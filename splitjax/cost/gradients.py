@@ -100,9 +100,8 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         gradient = "reduce_scatter", zero, shard // mesh.size(onto), on_backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
         yield from [gradient] * times
     if over := tuple(axis for axis in mesh.names if axis in (*zero, *onto)):
-        if (
-            onto and over[: len(onto)] != onto
-        ):  # the state lies in the order of all axes, the parts in that of the group
+        # A device's part of the state is none of its part of the gradient where other axes come before the group's.
+        if onto and over[: len(onto)] != onto:
             yield "collective_permute", over, shard // mesh.size(over), on_backward(Kind.GRADIENT_GROUPS, leaf.path)
         yield "all_gather", over, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
     if rest:

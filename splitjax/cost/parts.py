@@ -49,8 +49,8 @@ class Manner:
       operations, as that for CPUs of JAX before 0.11 does: it gathers once what several calls keep of one activation
       (`cost.saved`).
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
-      they send it: where gradients are taken in microbatches. `gathering`: those along which they have gathered the
-      weights before that are stored over them; none where no way to run a boundary gathers any.
+      they send it: where gradients are taken in microbatches. `gathering`: the mesh axes along which workers gather a
+      weight that is stored over these, once, before they take gradients; none where they have no such weights.
     - `sums_statistics`: whether statistics of the batch are those of all examples; else each worker has those of its
       own.
     """

@@ -116,7 +116,10 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
                 f" exchange them once, each would hold {others} bytes of other layers' weights whole"
             )
     if number not in (None, 1):
-        return microbatched(step, eqn, site, number, workers)
+        loop = microbatched(step, eqn, site, number, workers)
+        if not isinstance(loop, Microbatched):
+            return loop
+        return dataclasses.replace(loop, why="; ".join(part for part in (loop.why, why) if part))
     if workers.num_workers == 1 or not is_recurrent:
         return Whole(why)
     once = microbatched(step, eqn, site, 1, workers)

@@ -2,8 +2,9 @@
 out to devices.
 
 A `Draft` with a layout comes in; the products come out, with what `step.traced.with_dealt` needs to trace the step
-anew. A weight is dealt out over the axes over which its rule computes its columns, where these do not split the batch,
-and where the devices divide each of the parts: then what is cut apart behind the product lies where it is used, as with
+anew. A weight is dealt out over the axes over which its rule computes its columns, where devices along these see the
+same examples in its layer (they do not split the batch, or that of whole layers alone), and where the devices divide
+each of the parts: then what is cut apart behind the product lies where it is used, as with
 separate weights. Otherwise it stays as it is.
 """
 
@@ -77,7 +78,7 @@ def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:
 
 def _counts(draft: Draft) -> dict[str, int]:
     """Returns by path the number of devices over which the columns of a parameter are computed, where it is more than
-    one, and these axes do not split the batch: as its rule says, or as a layout that is taken over has it."""
+    one, and see the same examples in its layer: as its rule says, or as a layout that is taken over has it."""
     graph, mesh, layout = draft.graph, draft.shape, draft.layout
     counts: dict[str, int] = {}
     if draft.request.pinned is not None or draft.request.followed is not None:
@@ -86,14 +87,14 @@ def _counts(draft: Draft) -> dict[str, int]:
             if leaf.role == "param" and computed:
                 counts[leaf.path] = mesh.size(tuple(computed))
         return counts
-    kinds, of_batch = param_kinds(graph), set(draft.request.rules.batch_axes(mesh))
-    if draft.request.rules.replicated_batch == "all":  # a group computes its weights' columns for all of its examples
-        of_batch = set(mesh.storing)
+    kinds, rules = param_kinds(graph), draft.request.rules
+    # Where all axes split the batch of whole layers, the devices of a group share their examples in split ones.
+    apart = set(mesh.storing if rules.replicated_batch == "all" else rules.batch_axes(mesh))
     for leaf in graph.params:
-        rule = first_match(draft.request.rules.rules, leaf, kinds[leaf.path])
+        rule = first_match(rules.rules, leaf, kinds[leaf.path])
         axes = next(
             (mesh.meant(names) for each in (rule.shard if rule else ()) for ref, names in each if ref == _COLUMNS), ()
         )
-        if axes and of_batch.isdisjoint(axes):
+        if axes and apart.isdisjoint(axes):
             counts[leaf.path] = mesh.size(axes)
     return counts

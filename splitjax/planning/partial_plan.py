@@ -184,15 +184,12 @@ def predict_partial(
 def _num_parts(sent: Sequence[Collective], mesh: MeshShape) -> int:
     """Returns among how many devices of a worker the gradient of a whole parameter lies in parts. `sent`: what is sent
     for it: parts are brought together, or stay parts for a state over more axes than the gradient is summed onto."""
-    over = lambda *kinds: {axis for each in sent if each.purpose.kind in kinds for axis in each.axis.split("+")}
-    together = {
-        axis
-        for each in sent
-        if each.purpose.kind == PurposeKind.GRADIENT_GROUPS and each.op == "all_gather"
-        for axis in each.axis.split("+")
-    }
-    stay = over(PurposeKind.NEW_VALUE) - over(PurposeKind.GRADIENT_ONTO_STATE)
-    return mesh.size(tuple(together or stay))
+    axes: dict[PurposeKind, set[str]] = collections.defaultdict(set)
+    for each in sent:
+        if each.op != "collective_permute":  # of parts that lie elsewhere in the state
+            axes[each.purpose.kind].update(each.axis.split("+"))
+    stay = axes[PurposeKind.NEW_VALUE] - axes[PurposeKind.GRADIENT_ONTO_STATE]
+    return mesh.size(tuple(axes[PurposeKind.GRADIENT_GROUPS] or stay))
 
 
 def _segments(step: PartialStep, exchanges: Mapping[str, PartialExchange]) -> Iterator[SegmentPlan]:

@@ -180,10 +180,9 @@ def dense_prediction(draft: Draft) -> Prediction:
     cpu = draft.request.platform == "cpu"
     adding = [] if draft.ways is None else [set(way.worker_axes) for way in draft.ways.planned.values()]
     within = tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding))
-    # Ways whose workers gather are those with axes that store some parameter.
     by_rows = row_bytes_of(draft.tables)
     params = (leaf for leaf in layout.leaves if leaf.role == "param" and leaf.path not in by_rows)
-    stores = any(set(leaf.axes) & set(within) for leaf in params)
+    gathers = any(set(leaf.axes) & set(within) for leaf in params)  # workers have what is stored over them whole
     manner = Manner(
         draft.takes_gradient,
         draft.group_comm,
@@ -193,7 +192,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         maxima_apart=draft.request.platform != "tpu",
         drops_barriers=cpu and CPU_DROPS_BARRIERS,
         within=within,
-        gathering=within if stores else (),
+        gathering=within if gathers else (),
         sums_statistics=draft.partial is None,
     )
     return predict_step(step, manner)

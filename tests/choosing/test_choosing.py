@@ -14,11 +14,12 @@ import pytest
 import splitjax
 from splitjax.choosing import Prices, choose_mesh, choose_rules, mesh_shapes, rank
 from splitjax.choosing.domain import batch_modes, groups_of, rule_set
-from splitjax.choosing.layering import Pricing, answers, changes, laid_out
+from splitjax.choosing.layering import Pricing, answers, changes, laid_out, network_of
 from splitjax.errors import BudgetError
 from splitjax.machines.links import Link
 from splitjax.machines.targets import parse_target
 from splitjax.mesh import MeshShape
+from splitjax.models import build, make_step
 from splitjax.search.effort import Effort
 
 MESH = MeshShape.of({"data": 2, "model": 4})
@@ -68,6 +69,25 @@ def check_exhaustively(seed):
 
 def test_exhaustive_search_agrees():
     assert len({check_exhaustively(seed) for seed in (0, 3)}) == 2
+
+
+def test_costs_of_pairs_add_up_to_those_of_a_recurrence_and_its_tables():
+    """What a projection's columns meet of a table's rows depends on both, with layers between them in the program."""
+    spec = build("lstm")
+    init, step, _ = make_step(spec, optax.sgd(0.1), value_and_grad=splitjax.value_and_grad)
+    arguments = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)), spec.example(64)
+    decorated = splitjax.parallelize(step, mesh=jax.sharding.AbstractMesh((2, 4), ("data", "model")))
+    pricing, draws = Pricing(decorated.graph(*arguments), MESH, MACHINES["slow links"], {}, True), random.Random(0)
+    for mode in batch_modes(MESH):
+        groups = groups_of(pricing.graph, MESH, mode)
+        base = laid_out(pricing, rule_set(groups, [0] * len(groups), mode))
+        problem = network_of(pricing, groups, mode, base, changes(pricing, groups, mode, base))
+        for _ in range(20):
+            values = [draws.randrange(len(group.ways)) for group in groups]
+            alone = sum(costs[value] for costs, value in zip(problem.network.costs, values, strict=True))
+            meeting = sum(pair.costs[values[pair.first], values[pair.second]] for pair in problem.network.pairs)
+            whole = pricing.prices.seconds(laid_out(pricing, rule_set(groups, values, mode)))
+            assert problem.base_seconds + alone + meeting == pytest.approx(whole, rel=1e-9), (mode, values)
 
 
 @pytest.mark.slow

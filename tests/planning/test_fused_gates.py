@@ -164,6 +164,12 @@ def test_other_weights_are_not_held_whole_for_a_recurrence():
     parallel = splitjax.parallelize(step, mesh={"data": 2, "fsdp": 4}, rules=rules)
     (boundary,) = parallel.plan(params, batched(examples())).boundaries
     assert boundary.how == "microbatches" and "32768 bytes of other layers' weights whole" in boundary.why
+    twice_as_many = splitjax.parallelize(step, mesh={"fsdp": 8}, rules="fsdp", microbatches=2)
+    (looped,) = twice_as_many.plan(params, batched(twice(examples()))).boundaries
+    assert (looped.how, looped.num_parts) == (
+        "microbatches",
+        2,
+    ) and "bytes of other layers' weights whole" in looped.why
     over_data = [each for each in parallel.report(params, batched(examples())).collectives if each.axis == "data"]
     assert over_data and all(each.compiled.trips == 1 for each in over_data)
 
