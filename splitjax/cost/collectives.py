@@ -34,7 +34,17 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitjax.cost.flow import Axes, Setting, Sorting, WeightFlow, linked, stays_dealt
+from splitjax.cost.flow import (
+    Axes,
+    Setting,
+    Sorting,
+    WeightFlow,
+    feeding,
+    has_group,
+    leaves_group,
+    linked,
+    stays_dealt,
+)
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from splitjax.cost.saved import SavedInput
 from splitjax.cost.transforms import LocalTransform
@@ -159,7 +169,7 @@ def _activations(
     reads_again = shared = flow.same_input is not None
     apart = sums_apart and bool(flow.free) and not flow.crossing and not flow.at_hand and differentiated
     if shared and apart and not flow.recurs:
-        source = linked(flow.producer, flow.free, chain)
+        source = feeding(flow.producer, flow.free, chain)
         shared = source is not None and bool(set(source.free) & set(flow.free))
     if flow.data_group_bytes and not shared:
         entering = (
@@ -182,7 +192,7 @@ def _activations(
 
 def _reductions(flow: WeightFlow, chain: Sequence[WeightFlow], widens: bool, maxima_apart: bool) -> Iterator[Event]:
     """Yields what reduces the columns of a use's output, of which each device has a part."""
-    for each in flow.reduced if columns_stay(flow, chain) else ():
+    for each in () if leaves_group(flow, chain) else flow.reduced:
         if maxima_apart or not each.beside_place:
             purpose = (on_backward if each.backward else on_forward)(Kind.REDUCED_FEATURES)
             event = each.op, flow.free, each.num_bytes, purpose
@@ -210,7 +220,7 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     if not axes or flow.at_hand:
         return
     whole = flow.data_group_bytes // mesh.size((*flow.contracted, *_dealt_over(flow)))
-    source = linked(flow.producer, axes, chain)
+    source = feeding(flow.producer, axes, chain)
     if flow.recurs and not flow.crossing:
         # Each device keeps its part of the states for the backward pass, where the weight's gradient reads them whole.
         yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)
@@ -226,7 +236,7 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
             yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
             return
         yield "reduce_scatter", axes, whole, on_backward(Kind.WHOLE_FEATURES_COTANGENT, source=name)
-    elif source or not flow.crossing:
+    elif not flow.crossing or has_group(flow, axes, chain):
         yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
     else:
         yield "all_gather", axes, whole, on_forward(Kind.ENTER_COLUMNS)
@@ -239,11 +249,10 @@ def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     axes = flow.contracted
     if not axes or flow.at_hand:
         return
-    sources = [linked(position, axes, chain) for position in (flow.producer, *flow.producers)]
-    source = sources[0]
+    sources = [feeding(position, axes, chain) for position in (flow.producer, *flow.producers)]
     if any(each and set(each.free) & set(axes) for each in sources):
         return
-    if source or not flow.crossing:
+    if not flow.crossing or has_group(flow, axes, chain):
         whole = flow.data_group_bytes // mesh.size(_dealt_over(flow))
         yield "all_gather", axes, whole, on_backward(Kind.ROWS_COTANGENT)
     else:
@@ -257,7 +266,7 @@ def _leave_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -
     if not axes:
         return
     whole = flow.out_group_bytes // mesh.size((*flow.free, *_dealt_over(flow)))
-    if stays_in_group(flow, chain):
+    if not leaves_group(flow, chain):
         yield "all_reduce", axes, whole, on_forward(Kind.ROWS_OUTPUT)
     else:
         yield "reduce_scatter", axes, whole, on_forward(Kind.LEAVE_ROWS)
@@ -271,12 +280,10 @@ def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     if flow.joined is not None:
         yield "all_gather", axes, flow.out_group_bytes, on_forward(Kind.WHOLE_OUTPUT)
         return
-    if not axes or flow.consumer is None or linked(flow.consumer, axes, chain):
-        return
-    if flow.crossing:
+    if axes and leaves_group(flow, chain):
         yield "all_to_all", axes, flow.out_share_bytes, on_forward(Kind.LEAVE_COLUMNS)
         yield "all_to_all", axes, flow.out_share_bytes, on_backward(Kind.COTANGENTS_TO_COLUMNS)
-    else:
+    elif axes and not flow.crossing and flow.consumer is not None and not linked(flow.consumer, axes, chain):
         yield "all_gather", axes, flow.out_group_bytes // mesh.size(_dealt_over(flow)), on_forward(Kind.WHOLE_OUTPUT)
 
 
@@ -342,15 +349,3 @@ def _leave_shared(flow: WeightFlow) -> Iterator[Event]:
     over_copies, over_heads = AxisPart(axis, num_heads, copies), AxisPart(axis, 1, num_heads)
     yield "all_reduce", (str(over_copies),), flow.out_group_bytes // num_heads, on_backward(Kind.SHARED_HEADS)
     yield "all_gather", (str(over_heads),), flow.out_group_bytes, on_backward(Kind.WHOLE_HEADS)
-
-
-def stays_in_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
-    """Tells whether the output of a row-parallel use is summed onto all devices of its group, and not onto those whose
-    examples it is."""
-    return not flow.crossing or flow.consumer is None or linked(flow.consumer, flow.contracted, chain) is not None
-
-
-def columns_stay(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
-    """Tells whether the output of a column-parallel use stays split by columns until another layer reads it, or to the
-    end, and does not return to the workers whose examples it is."""
-    return not flow.crossing or flow.consumer is None or linked(flow.consumer, flow.free, chain) is not None

@@ -57,12 +57,15 @@ class WeightFlow:
     - `columns_inside`: as for `cost.use_links.UseLinks`.
     - `recurs`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
     - `reduced`: what reductions over the columns of its output send if these stay split, which depends on who reads
-      them (`cost.collectives.columns_stay`).
+      them (`leaves_group`).
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
     - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
       where no gradient boundary holds it: XLA decides there what each device computes.
+    - `joins`: the positions of the uses whose columns are parts of a joined dim that it reads.
+    - `meets_examples`: whether its output is added to, or joined with, values whose examples lie as replicated layers
+      have them (`leaves_group`).
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, or
       meet whole rows of a table, if no use reads them as they are: its output is brought together there
       (`planning.sites.joined_outputs`). None elsewhere.
@@ -88,6 +91,8 @@ class WeightFlow:
     shared: SharedHeads | None = None
     travels: bool = False
     sorting: tuple[Sorting, ...] = ()
+    joins: tuple[int, ...] = ()
+    meets_examples: bool = False
     joined: Site | None = None
 
     @property
@@ -98,7 +103,8 @@ class WeightFlow:
     @property
     def by_layout(self) -> Hashable:
         """What a layout decides about it: two flows of one use that have it equal are equal."""
-        return self.contracted, self.free, self.stacked, self.same_input, self.at_hand, self.shared, self.sorting
+        split = self.contracted, self.free, self.stacked
+        return split, self.same_input, self.at_hand, self.shared, self.sorting, self.meets_examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,19 +202,22 @@ def flow_of(
     num_workers = setting.num_workers
     apart = tuple(axis for axis in batch_axes if axis not in own)
     num_shares = math.prod(mesh.sizes[axis] for axis in apart)  # of the batch, in this layer
+    crossed = (*contracted, *free)
+    crossing = not set(crossed).isdisjoint(batch_axes)
+    meets_examples = crossing and _meets_examples(links, crossed, split_at)
     same_input = (j for j in links.same_value if split_at(j)[1:] == (free, stacked))
-    stays = bool(free) and not set(own) & set(batch_axes)  # else its output returns to the workers
-    sites = [links.joined] if links.joined is not None else []
+    stays = bool(free) and not set(own) & set(batch_axes)  # else whole layers have their examples elsewhere
+    sites = [links.joined] if links.joined is not None and free and not stacked and not meets_examples else []
     # Rows of a table that is split by columns, too, have the parts that are met; those of any other are whole.
-    if links.compared is not None and not any(split_at(j)[1] for j in links.compared[1]):
+    if links.compared is not None and stays and not any(split_at(j)[1] for j in links.compared[1]):
         sites.append(links.compared[0])
-    joined = min(sites, default=None) if stays and links.consumer is None and use.in_boundary else None
+    joined = min(sites, default=None) if links.consumer is None and use.in_boundary else None
     return WeightFlow(
         use,
         contracted,
         free,
         stacked,
-        crossing=any(axis in batch_axes for axis in (*contracted, *free)),
+        crossing=crossing,
         travels=any(axis in batch_axes for axis in stacked),
         sorting=tuple(_sortings(links, own, planned, setting)),
         data_share_bytes=links.data_bytes // (num_workers if links.data_batched else 1),
@@ -229,8 +238,17 @@ def flow_of(
         recurs=links.recurs,
         reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free), joined)) if free else (),
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
+        joins=links.joins,
+        meets_examples=meets_examples,
         joined=joined,
     )
+
+
+def _meets_examples(links: UseLinks, axes: Axes, split_at: Callable[[int], Split]) -> bool:
+    """Tells whether a use's output meets values that have their examples over `axes`, as they come from a replicated
+    layer, or one reads them first."""
+    met = [at for at in (links.stream, links.stream_reader, *links.joined_with) if at is not None]
+    return any(set(axes).isdisjoint(axis for role in split_at(at) for axis in role) for at in met)
 
 
 def _sortings(links: UseLinks, own: Axes, planned: Mapping[str, LeafPlan], setting: Setting) -> Iterator[Sorting]:
@@ -300,6 +318,31 @@ def linked(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> Wei
     otherwise: a replicated neighbour, like none at all (`position` None), has no split value to hand on."""
     flow = None if position is None else chain[position]
     return flow if flow and set(flow.axes) & set(axes) else None
+
+
+def feeding(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> WeightFlow | None:
+    """Returns the producer at a `position` of the `chain`, if it is split over some of these `axes`, too, and its
+    output is not taken to the workers whose examples it is, for what it meets there; None otherwise."""
+    source = linked(position, axes, chain)
+    return None if source is None or source.meets_examples else source
+
+
+def has_group(flow: WeightFlow, axes: Axes, chain: Sequence[WeightFlow]) -> bool:
+    """Tells whether what a use reads is there for the examples of its whole group: a layer that is split over some
+    of these `axes`, too, made it, or it was joined of columns that were brought together."""
+    is_joined = bool(flow.joins) and all(chain[j].joined is not None for j in flow.joins)
+    return is_joined or feeding(flow.producer, axes, chain) is not None
+
+
+def leaves_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
+    """Tells whether the output of a split use is taken to the workers whose examples it is: a replicated layer reads it
+    first, or it is added to what lies so. Elsewhere columns stay split until another layer reads them, or to the end,
+    and sums of rows are had by all devices of the group."""
+    axes = (*flow.contracted, *flow.free)
+    if not flow.crossing or not axes:
+        return False
+    is_read_whole = flow.consumer is not None and linked(flow.consumer, axes, chain) is None
+    return is_read_whole or flow.meets_examples
 
 
 def stays_dealt(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> bool:

@@ -11,16 +11,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.cost.collectives import (
-    columns_stay,
     sent_by,
     statistic_events,
-    stays_in_group,
     use_events,
 )
 from splitjax.cost.compute import use_split
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
-from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, split_of
+from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, leaves_group, split_of
 from splitjax.cost.gradients import Weight, gradient_events
 from splitjax.cost.memory import LeafBytes, leaf_bytes, use_bytes
 from splitjax.cost.structure import StepStructure
@@ -208,7 +206,7 @@ class Layout:
         """Returns the axes over which the columns are split that a whole parameter is multiplied with or added to (the
         scale of a normalisation, a bias): all devices of a group see the same examples, and each has the gradient of
         its own columns alone."""
-        return self._at_all_beside(leaf, lambda flow: flow.free if columns_stay(flow, self.flows) else ())
+        return self._at_all_beside(leaf, lambda flow: () if leaves_group(flow, self.flows) else flow.free)
 
     def _beside_sums(self, leaf: LeafPlan) -> Axes:
         """Returns the axes over which the layers are split by rows whose outputs a whole parameter meets, where these
@@ -289,4 +287,4 @@ def _added_in_group(uses: Sequence[int], flows: Sequence[WeightFlow]) -> Axes:
 def _summed_in_group(flow: WeightFlow, flows: Sequence[WeightFlow]) -> Axes:
     """Returns the axes over which a use is split by rows, where its output is all-reduced within the group, and stays
     there."""
-    return flow.contracted if flow.crossing and stays_in_group(flow, flows) else ()
+    return flow.contracted if flow.crossing and not leaves_group(flow, flows) else ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 family with numpy)
 import numpy as np
@@ -26,6 +26,7 @@ from splitjax.trace.graph import Graph, Leaf, Use
 
 # Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
 RAGGED = "ragged_dot_general"
+_CONVOLUTION = "conv_general_dilated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,12 @@ class UseLinks:
     - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
+    - `stream`: the position of the convolution before it whose columns its own are added to, or multiplied with (a
+      residual stream begins there); None for none. `stream_reader`: the consumer of that.
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, if
       its weight has one dim of these; None elsewhere. `compared`: of the first where they meet rows of tables, and the
-      positions of the lookups of these.
+      positions of the lookups of these. `joined_with`: the positions of the other uses whose columns are joined or
+      stacked with its own. `joins`: those of the uses whose joined columns it reads.
     """
 
     use: Use
@@ -69,8 +73,12 @@ class UseLinks:
     heads: HeadReaders | None = None
     deals: bool = True
     picks: tuple[Pick, ...] = ()
+    stream: int | None = None
+    stream_reader: int | None = None
     joined: Site | None = None
     compared: tuple[Site, tuple[int, ...]] | None = None
+    joined_with: tuple[int, ...] = ()
+    joins: tuple[int, ...] = ()
 
 
 def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
@@ -83,11 +91,14 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     roles = [_dim_roles(graph, use, traced[use.param]) for use in uses]
     reads = [_classes(graph, use, traced[use.param], role, "contracted") for use, role in zip(uses, roles, strict=True)]
     writes = [_classes(graph, use, traced[use.param], role, "free") for use, role in zip(uses, roles, strict=True)]
-    consumers = _first_readers(reads, writes)
+    passes = [_passed(graph, use, own) for use, own in zip(uses, writes, strict=True)]
+    consumers = _first_readers([read | passed for read, passed in zip(reads, passes, strict=True)], writes)
     columns = _columns(graph, uses, roles)
+    streams = _streams(graph, uses, roles)
     reductions = _reductions(graph, uses, columns)
     heads = dict(find_readers(graph, uses, roles))
     picks = _picks(graph, uses)
+    joins = _joins(graph, uses)
     derived = {use.param for use in graph.uses if use.backward}
     recurrent = {path for layer in graph.layers if layer.kind == "recurrent" for path in layer.params}
     last_writer: dict[int, int] = {}
@@ -123,9 +134,13 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 reductions=tuple(reductions.get(i, ())),
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
+                stream=streams.get(i),
+                stream_reader=consumers[streams[i]] if i in streams else None,
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
                 joined=min((each.site for each in joined if not each.tables), default=None),
                 compared=_compared(uses, joined),
+                joined_with=_used_at(graph, uses, {each.label for each in joined if not each.tables}, i),
+                joins=tuple(sorted({j for label in reads[i] for j in joins.get(label, ())})),
             )
         )
         for label in writes[i]:
@@ -159,6 +174,22 @@ def _joined(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str]) -> list[Jo
     return [each for each in graph.joined if each.label == label and use.site in each.uses]
 
 
+def _used_at(graph: Graph, uses: Sequence[Use], labels: Container[int], i: int) -> tuple[int, ...]:
+    """Returns the positions of the uses, but the one at `i`, whose columns of these `labels` are joined with others."""
+    sites = {site for each in graph.joined if each.label in labels and not each.tables for site in each.uses}
+    return tuple(j for j, use in enumerate(uses) if use.site in sites and j != i) if sites else ()
+
+
+def _joins(graph: Graph, uses: Sequence[Use]) -> dict[int, set[int]]:
+    """Returns by the label of a joined dim the positions of the uses whose columns are parts of it."""
+    at = {use.site: i for i, use in enumerate(uses)} if graph.joined else {}
+    found: dict[int, set[int]] = {}
+    for each in graph.joined:
+        if each.into is not None:
+            found.setdefault(each.into, set()).update(at[site] for site in each.uses if site in at)
+    return found
+
+
 def _compared(uses: Sequence[Use], joined: Sequence[Joined]) -> tuple[Site, tuple[int, ...]] | None:
     """Returns the first site of `joined` where columns meet rows of tables, and the positions of the lookups of these
     among the `uses`; None where they meet none."""
@@ -189,6 +220,21 @@ def _reductions(graph: Graph, uses: Sequence[Use], columns: Sequence[int | None]
     return found
 
 
+def _streams(graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]]) -> dict[int, int]:
+    """Returns by the position of a use that of the earliest one before it whose columns its own meet, where that is a
+    convolution. Those of other layers lie as their readers want them: a search that prices pairs of layers would lose
+    sight of what three make of each other. `roles`: of the weights' dims."""
+    at = {use.site: i for i, use in enumerate(uses)}
+    pairs = (
+        (at[each.site], at[each.head], each.label) for each in graph.streams if {each.site, each.head} <= at.keys()
+    )
+    free = [
+        {graph.soft[dim[0]] for dim, own in zip(graph.leaf(use.param).dims, role, strict=True) if own == "free" and dim}
+        for use, role in zip(uses, roles, strict=True)
+    ]
+    return {i: head for i, head, label in pairs if label in free[i] and uses[head].primitive == _CONVOLUTION}
+
+
 def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[Pick]]:
     """Returns what sorts and puts back the rows of ragged products, by the position of the first that stands behind it,
     or else of the last before it."""
@@ -214,6 +260,14 @@ def _first_readers(reads: Sequence[frozenset[int]], writes: Sequence[frozenset[i
         first.append(min((next_reader[label] for label in writes[i] if label in next_reader), default=None))
         next_reader.update(dict.fromkeys(reads[i], i))
     return first[::-1]
+
+
+def _passed(graph: Graph, use: Use, written: frozenset[int]) -> frozenset[int]:
+    """Returns those of the classes that a use has `written` that it reads, too: the channels of a convolution of which
+    each has its own kernel."""
+    if use.primitive != _CONVOLUTION:
+        return frozenset()
+    return written & {graph.local[atom] for dim in use.data_dims for atom in dim}
 
 
 def _reads_activations(use: Use) -> bool:

@@ -25,6 +25,7 @@ from splitjax.planning.sites.grids import derive_grids
 from splitjax.planning.sites.joined_outputs import pin_joined_outputs
 from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
+from splitjax.planning.sites.leaving import pin_leaving
 from splitjax.planning.sites.manual import manual_notes
 from splitjax.planning.sites.ragged import ragged_notes
 from splitjax.planning.sites.remedies import (
@@ -83,6 +84,7 @@ def constrain(draft: Draft) -> Draft:
     products = derive_scatters(*arguments, (*exchanges, *travels), chain)
     kernels = derive_kernels(graph, sharded, mesh)
     row_inputs = pin_row_inputs(graph, chain, layout.leaves)
+    leaving = tuple(pin_leaving(graph, chain, layout.leaves, layout.batch_axes))
     over = draft.saving_axes
     grids, whole = derive_grids(graph, sharded, mesh, draft.request.unknown)
     sites = SiteLayout.of(
@@ -90,6 +92,7 @@ def constrain(draft: Draft) -> Draft:
             *constraints,
             *row_inputs,
             *pin_joined_outputs(graph, chain),
+            *leaving,
             *pin_shared_heads(graph, chain, layout.batch_axes),
             *pin_gradients(graph, layout.leaves, sharded),
         ),
@@ -101,6 +104,7 @@ def constrain(draft: Draft) -> Draft:
             transforms=[transform for transform in derive_transforms(*arguments) if transform.site in split_sites],
             rewrites=rewritten_sites(graph, mesh),
             guarded=guarded_sites(suspects),
+            leaving={pin.site for pin in leaving},
             kernels=(*kernels, *grids),
             deals=derive_deals(graph, layout.leaves, mesh),
             turns=derive_turns(graph, layout.leaves, mesh),

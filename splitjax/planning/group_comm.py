@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from splitjax.cost.flow import linked
+from splitjax.cost.flow import has_group
 from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.plan import Memory
 from splitjax.planning.draft import Draft
@@ -113,4 +113,4 @@ def crosses(draft: Draft) -> bool:
     """Returns whether under the layout of `draft` examples cross from replicated layers, whose batch is split over all
     axes, into split layers."""
     chain = draft.flows
-    return any(flow.crossing and not flow.at_hand and linked(flow.producer, flow.axes, chain) is None for flow in chain)
+    return any(flow.crossing and not flow.at_hand and not has_group(flow, flow.axes, chain) for flow in chain)

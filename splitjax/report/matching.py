@@ -200,6 +200,13 @@ def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
     return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
 
 
+def _is_read_back(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both gather a stored weight for the backward pass. In a loop this reads what the forward loop
+    handed it, turn by turn: the dataflow ends there, and only the line says of which layer that is."""
+    is_weight = planned.purpose.kind == PurposeKind.STORED_WEIGHT and compiled.about == VALUE
+    return is_weight and compiled.phase == planned.purpose.phase == BACKWARD
+
+
 def _is_statistic(compiled: Evidence, planned: Collective, step: Step) -> bool:
     """Tells whether both sum a statistic of the batch: XLA sums what several running averages are made of."""
     return compiled.about == STATISTIC and planned.purpose.kind == PurposeKind.STATISTIC
@@ -316,6 +323,7 @@ _ROUNDS_BY_LEAF = (
     (_is_of_leaf, _nothing),
     (_is_gathered_by_sums, _nothing),
     (_all(_is_gradient_of_layer, _in_layer, _is_same_operation), _nothing),
+    (_all(_is_read_back, _is_alike, _in_layer), _nothing),
     (_all(_is_statistic, _is_alike, _in_layer), _nothing),
     (_all(_is_cotangent_of_statistic, _is_alike, _in_layer), _nothing),
 )

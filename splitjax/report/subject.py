@@ -15,7 +15,7 @@ from splitjax.mesh import MeshShape
 from splitjax.report.dataflow import MIXES, MOVES, SPREADS, Dataflow, Node
 from splitjax.report.hlo import CompiledCollective
 from splitjax.report.known_step import Step
-from splitjax.report.op_names import is_crossing, is_of_saved, is_written_product, shares_scope
+from splitjax.report.op_names import is_crossing, is_of_saved, is_written_product, layer_scopes, primitive, shares_scope
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 GRADIENT, MOVED, WEIGHT, STATE, STATISTIC, BATCH, SAVED, VALUE = (
@@ -113,6 +113,10 @@ def _gradient(here: Around) -> tuple[str, str]:
     # examples that lie over none of them leave no summands of a gradient.
     is_other = layer != step.layer_of(leaf) if is_layer else set(axes).isdisjoint(step.plan.batch_axes)
     if here.is_sum and is_other and collective.local_bytes not in sizes:
+        return VALUE, ""
+    # Where a layer's activations are pinned, cotangents are: also those of rows that only the table's gradient reads.
+    pinned = primitive(collective.op_name) == "sharding_constraint" and layer_scopes(collective.op_name)
+    if pinned and not here.is_sum:
         return VALUE, ""
     return (GRADIENT if here.is_sum else MOVED), owner
 

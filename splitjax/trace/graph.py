@@ -21,10 +21,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from splitjax.trace.activations.joined import Joined
+from splitjax.trace.activations.outputs import Output
 from splitjax.trace.activations.picks import Pick
 from splitjax.trace.activations.reductions import Reduction
 from splitjax.trace.activations.saved import Saved
 from splitjax.trace.activations.statistics import Statistic
+from splitjax.trace.activations.streams import Stream
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.stepping import TurnedBatch
 from splitjax.trace.suspect_dims import Dim, Suspect
@@ -288,6 +290,8 @@ class Graph:
     - `dealt`: fused weights whose columns are dealt out to devices, in program order.
     - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
     - `joined`: what reads activations that are concatenated with others, in program order.
+    - `streams`: uses whose outputs meet earlier ones element by element. `outputs`: by site of a use, the biases
+      behind it.
     - `saved`: activations that are stored for rematerialised calls, in program order.
     - `added`: the paths of parameters that the forward computation reads as summands alone, such as biases.
 
@@ -321,6 +325,8 @@ class Graph:
     dealt: tuple[DealtWeight, ...] = ()
     inside_heads: frozenset[int] = frozenset()
     joined: tuple[Joined, ...] = ()
+    streams: tuple[Stream, ...] = ()
+    outputs: Mapping[tuple[int, ...], Output] = dataclasses.field(default_factory=dict)
     saved: tuple[Saved, ...] = ()
     added: frozenset[str] = frozenset()
 

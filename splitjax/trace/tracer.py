@@ -17,10 +17,12 @@ from splitjax.primitives.table import qualified_name
 from splitjax.trace.activations.added import only_added
 from splitjax.trace.activations.joined import find_joined
 from splitjax.trace.activations.learned import learned_values
+from splitjax.trace.activations.outputs import find_outputs
 from splitjax.trace.activations.picks import find_picks
 from splitjax.trace.activations.reductions import find_reductions
 from splitjax.trace.activations.saved import find_saved
 from splitjax.trace.activations.statistics import find_statistics
+from splitjax.trace.activations.streams import find_streams
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.collecting import uncollected
 from splitjax.trace.dealt import find_dealt
@@ -116,6 +118,7 @@ def _assemble(
     repeated = count_repetitions(flat)
     params = frozenset(value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param)
     learned = learned_values(flat, params)
+    vectors = {leaf.index: leaf.path for leaf in leaves if leaf.role == "param" and len(leaf.shape) == 1}
     used_at = [(flat.ops[use.op].site, names[use.leaves[0]]) for use in uses]
     batch_at = {argument.path: value for argument, value in zip(arguments, flat.inputs, strict=True)}
     return Graph(
@@ -143,6 +146,8 @@ def _assemble(
         foreign=find_foreign(flat, classes),
         inside_heads=frozenset(classes.local(atom) for dim in head_dims for atom in classes.atoms.dim(*dim)),
         joined=tuple(find_joined(flat, classes, example_atoms, used, learned)),
+        streams=tuple(find_streams(flat, classes, used, learned)),
+        outputs={each.use: each for each in find_outputs(flat, classes, used, sources, vectors)},
         dealt=find_dealt(flat, classes, sources, arguments),
         saved=tuple(find_saved(flat, classes, example_atoms, used_at, learned)),
         scanned=tuple(_scanned(flat, classes, stepping, feeds)),

@@ -13,6 +13,7 @@ import pytest
 import splitjax
 from benchmarks.corpus.cells import Cell, Unit
 from benchmarks.corpus.steps import parallel, ready
+from benchmarks.planner.quality_ways import model_of
 from splitjax import models
 from splitjax.plan import Phase, PurposeKind
 from tests.report.programs import narrow
@@ -181,14 +182,16 @@ def test_a_state_that_several_gates_read_is_gathered_once_and_their_cotangents_a
         ("transformer", {"data": 2, "fsdp": 2, "tensor": 2}),
         ("transformer", {"data": 2, "model": 4}),
         ("splitbrain", {"data": 2, "model": 4}),
+        ("megatron", {"data": 2, "model": 4}),
         ("fsdp", {"data": 2, "fsdp": 4}),
     ],
-    ids=["three-axes", "transformer", "splitbrain", "fsdp"],
+    ids=["three-axes", "transformer", "splitbrain", "megatron", "fsdp"],
 )
 def test_of_a_recurrence_nothing_is_compiled_that_is_not_planned(library, rules, mesh):
     """The layer behind it had the states gathered for each of its passes; and sums over examples in the loop, which
     carry as much as those of cotangents over `model`, were taken for them. Under splitbrain a group's examples lay on
-    its devices in the loop, features outside of it; under fsdp gradients were summed in every turn."""
+    its devices in the loop, features outside of it; under megatron the weight behind the loop had its gradient from
+    parts of the states, and it was moved; under fsdp gradients were summed in every turn."""
     made = ready(Unit("lstm", library, "1"))
     report = made.parallelize(made.step, mesh=mesh, rules=rules).report(*made.arguments)
     assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
@@ -196,6 +199,20 @@ def test_of_a_recurrence_nothing_is_compiled_that_is_not_planned(library, rules,
     assert all(
         (one.axis in over_examples) == (one.planned.axis in over_examples) for one in report.collectives if one.planned
     )
+
+
+def test_a_scale_that_the_backward_loop_gathers_again_is_the_planned_gather():
+    """It is handed from loop to loop in parts, turn by turn, so that nothing leads back to the parameter."""
+    made = model_of("scanned")
+    arguments = jax.eval_shape(made.init, jax.eval_shape(jax.random.key, 0)), made.batch
+    report = splitjax.parallelize(made.step, mesh={"data": 2, "model": 2}, rules="fsdp").report(*arguments)
+    gathered = [
+        (one.layer, one.phase)
+        for one in report.collectives
+        if one.layer.startswith("params/blocks/scale") and one.planned and one.op == "all_gather"
+    ]
+    assert gathered == [(f"params/blocks/scale{i}", phase) for phase in ("forward", "backward") for i in (1, 2)]
+    assert report.missing == ()
 
 
 @pytest.mark.parametrize("way", ["whole", "sharded"])

@@ -34,10 +34,16 @@ from splitjax.primitives.example_relation import EXAMPLES, SAME
 from splitjax.primitives.walk import Site
 
 
-def stages(analysis: BodyAnalysis, split_sites: Collection[Site], whole_sites: Collection[Site]) -> dict[int, int]:
+def stages(
+    analysis: BodyAnalysis,
+    split_sites: Collection[Site],
+    whole_sites: Collection[Site],
+    leaving_sites: Collection[Site] = (),
+) -> dict[int, int]:
     """Returns by index the stage of each operation whose results are differentiated and hold examples or sums of them.
 
-    `analysis`: of the forward; `split_sites`, `whole_sites`: where split and replicated layers use their weights."""
+    `analysis`: of the forward; `split_sites`, `whole_sites`: where split and replicated layers use their weights;
+    `leaving_sites`: those whose results return to the workers whose examples they are."""
     level: dict[int, int] = {}
     stage_of: dict[int, int] = {}
     for index, node in enumerate(analysis.body.nodes):
@@ -51,7 +57,7 @@ def stages(analysis: BodyAnalysis, split_sites: Collection[Site], whole_sites: C
         elif holds(whole_sites):
             stage += stage % 2
         stage_of[index] = stage
-        level.update(dict.fromkeys(node.outputs, stage))
+        level.update(dict.fromkeys(node.outputs, stage + (stage % 2 if holds(leaving_sites) else 0)))
     return stage_of
 
 
@@ -62,12 +68,14 @@ class Request:
     - `axes`: the mesh axes of the group.
     - `forward`: the boundary's forward (a closed jaxpr), traced with the examples that one worker has in a microbatch.
     - `split_sites`, `whole_sites`: where split and replicated layers use their weights, within the forward.
+      `leaving_sites`: those whose results return from split layers to the workers whose examples they are.
     """
 
     axes: tuple[str, ...]
     forward: Any
     split_sites: tuple[Site, ...]
     whole_sites: tuple[Site, ...]
+    leaving_sites: tuple[Site, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

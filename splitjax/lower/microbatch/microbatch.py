@@ -159,7 +159,7 @@ def _archipelago(
     program = worker.program
     apart = boundary.microbatches not in (None, 1)
     local = classify(program, program.body, _operand_infos(program, boundary, worker.batch), worker.batch, apart)
-    stage_of = stages(analysis, request.split_sites, request.whole_sites)
+    stage_of = stages(analysis, request.split_sites, request.whole_sites, request.leaving_sites)
     returned = {*marked.returned, *(ref for ref in analysis.body.outputs[:1] if isinstance(ref, int))}
     candidates = {
         stage: find_island(analysis, marked, stage_of, stage, returned)

@@ -186,6 +186,7 @@ def _islands(
         boundary_forward(twin)[0],
         tuple(at for at, is_split in split.items() if is_split),
         tuple(at for at, is_split in split.items() if not is_split),
+        tuple(at[len(site) + 1 :] for at in step.sites.leaving if at[: len(site) + 1] == (*site, 0)),
     )
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from splitjax.cost.flow import WeightFlow, linked
+from splitjax.cost.flow import WeightFlow, feeding, has_group, leaves_group
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
 from splitjax.trace.graph import Graph, Use
@@ -135,16 +135,16 @@ def _exchange(
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
     if weight_dim is None or feature_dim is None or example_dim is None or out_example_dim is None:
         return None
-    source = linked(flow.producer, axes, chain)
-    target = linked(flow.consumer, axes, chain)
+    source = feeding(flow.producer, axes, chain)
+    in_group = flow.at_hand or has_group(flow, axes, chain)
     if flow.free:
         has_parts = source is not None and bool(source.free) and not flow.columns_inside
         in_parts = flow.recurs or has_parts  # a state stays where its gates are
-        enter = COPY if flow.at_hand else FEATURES if in_parts else EXAMPLES if source is None else COPY
+        enter = FEATURES if in_parts and not flow.at_hand else COPY if in_group else EXAMPLES
         leave = STAY
     else:
-        enter = SWAP if source is None and not flow.at_hand else SPLIT
-        leave = SUM if flow.consumer is None or target is not None else SCATTER
+        enter = SPLIT if in_group else SWAP
+        leave = SCATTER if leaves_group(flow, chain) else SUM
     if enter in (FEATURES, SWAP) and use.data_shape[feature_dim] % mesh.size(axes):
         return None
     return Exchange(

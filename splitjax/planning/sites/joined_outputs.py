@@ -11,14 +11,15 @@ all products over the devices.
 
 Columns that are multiplied with rows of a table that is split by rows (a sampled softmax) are gathered likewise: rows
 are whole, and so are their cotangents. Where the product reads columns of another one, its output is pinned in parts
-first: XLA would take whole cotangents and its kept parts of the input to the gradient of the weight, and move that.
+first: XLA would take whole cotangents and its kept parts of the input to the gradient of the weight, and move that. Its
+input is pinned whole for the same gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from splitjax.cost.flow import WeightFlow, linked
+from splitjax.cost.flow import WeightFlow, feeding
 from splitjax.plan import Constraint
 from splitjax.planning.sites.constraints import FREE
 from splitjax.primitives.walk import Site
@@ -42,11 +43,14 @@ def _pins(graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, Weight
         why = (
             f"columns over {' x '.join(flow.free)} that are {'compared' if each.tables else 'joined'} with other values"
         )
-        if each.tables and flow.use.site not in pinned and linked(flow.producer, flow.free, chain) is not None:
+        if each.tables and flow.use.site not in pinned and feeding(flow.producer, flow.free, chain) is not None:
             pinned.add(flow.use.site)
             entry = flow.free[0] if len(flow.free) == 1 else flow.free
             is_column = [bool(dim) and graph.local[dim[0]] == each.label for dim in flow.use.out_dims]
             parts = tuple(entry if of_columns else FREE for of_columns in is_column)
+            if flow.use.data is not None:
+                features = tuple(FREE if graph.is_example(dim) else None for dim in flow.use.data_dims)
+                yield Constraint(flow.use.site, flow.use.data, features, flow.use.layer, f"{why}: whole features")
             yield Constraint(flow.use.site, -1, parts, flow.use.layer, f"{why}: parts of them and of their cotangents")
         whole = tuple(None if is_joined else FREE for is_joined in each.is_joined)
         yield Constraint(each.site, each.operand, whole, flow.use.layer, f"{why}: all of them")

@@ -38,6 +38,7 @@ class SiteDecisions:
     - `names`: the layers of products, by site.
     - `convolutions`, `transforms`: convolutions and Fourier transforms that are evaluated device by device.
     - `rewrites`: sites of operations that are evaluated as others. `guarded`: sites of calls with custom rules.
+    - `leaving`: sites whose results return from a split layer to the workers whose examples they are.
     - `kernels`: kernels of which each device runs its part.
     - `deals`: fused weights whose columns devices deal out among themselves.
     - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
@@ -52,6 +53,7 @@ class SiteDecisions:
     transforms: Sequence[LocalTransform] = ()
     rewrites: Collection[Site] = ()
     guarded: Collection[Site] = ()
+    leaving: Collection[Site] = ()
     kernels: Sequence[LocalKernel] = ()
     deals: Sequence[LocalDeal] = ()
     turns: Sequence[LocalTurns] = ()
@@ -73,6 +75,7 @@ class SiteLayout:
     - `transforms`: Fourier transforms that it is not asked to partition.
     - `rewritten`: operations that are evaluated as others of the same meaning.
     - `guarded`: calls with custom derivative rules, in which operations that XLA gets wrong run whole.
+    - `leaving`: operations whose results return from a split layer to the workers whose examples they are.
     - `kernels`: kernels of which each device runs its part.
     - `deals`: fused weights whose columns devices deal out among themselves.
     - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
@@ -90,6 +93,7 @@ class SiteLayout:
     transforms: Mapping[Site, LocalTransform] = dataclasses.field(default_factory=dict)
     rewritten: frozenset[Site] = frozenset()
     guarded: frozenset[Site] = frozenset()
+    leaving: frozenset[Site] = frozenset()
     kernels: Mapping[Site, LocalKernel] = dataclasses.field(default_factory=dict)
     deals: Mapping[Site, LocalDeal] = dataclasses.field(default_factory=dict)
     turns: Mapping[Site, LocalTurns] = dataclasses.field(default_factory=dict)
@@ -137,6 +141,7 @@ class SiteLayout:
             transforms={transform.site: transform for transform in decided.transforms},
             rewritten=frozenset(decided.rewrites),
             guarded=frozenset(decided.guarded),
+            leaving=frozenset(decided.leaving),
             kernels={kernel.site: kernel for kernel in decided.kernels},
             deals={deal.site: deal for deal in decided.deals},
             turns={turns.site: turns for turns in decided.turns},

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from splitjax.cost.flow import WeightFlow, linked
+from splitjax.cost.flow import WeightFlow, feeding
 from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
 from splitjax.planning.sites.constraints import FREE, contracted_entries
 from splitjax.planning.sites.exchange import Exchange
@@ -45,7 +45,7 @@ def pin_column_inputs(graph: Graph, chain: Sequence[WeightFlow], leaves: Sequenc
     found = []
     for flow in chain:
         use, axes = flow.use, flow.free
-        source = linked(flow.producer, axes, chain) if axes and not flow.recurs else None
+        source = feeding(flow.producer, axes, chain) if axes and not flow.recurs else None
         if source is None or use.data is None or not set(source.free) & set(axes):
             continue
         features = contracted_entries(graph, use, planned[use.param].spec)
@@ -60,7 +60,7 @@ def _pins(graph: Graph, flow: WeightFlow, chain: Sequence[WeightFlow], leaf: Lea
     if not axes or flow.crossing or not use.in_boundary or not use.editable or not flow.data_group_bytes:
         return
     # As `cost.collectives` has it: only columns over these axes leave their features where the rows want them.
-    sources = [linked(position, axes, chain) for position in (flow.producer, *flow.producers)]
+    sources = [feeding(position, axes, chain) for position in (flow.producer, *flow.producers)]
     if any(source and set(source.free) & set(axes) for source in sources):
         return
     split = {dim: _among(entry, axes) for dim, entry in contracted_entries(graph, use, leaf.spec).items()}

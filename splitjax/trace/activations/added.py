@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from splitjax.trace.flatten import FORWARD, FlatStep
 
-_SUMS = frozenset({"add", "add_any", "sub"})
-_MOVES = frozenset(
+SUMS = frozenset({"add", "add_any", "sub"})
+MOVES = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint slice squeeze transpose".split()
 )
 
@@ -25,9 +25,9 @@ def only_added(flat: FlatStep, params: Mapping[int, str]) -> frozenset[str]:
         paths = frozenset[str]().union(*(holding.get(value, ()) for value in op.inputs))
         if not paths or not (op.inside or op.phase == FORWARD):
             continue
-        if op.primitive in _MOVES and not op.remats:
+        if op.primitive in MOVES and not op.remats:
             holding.update(dict.fromkeys(op.outputs, paths))
-        elif op.primitive in _SUMS and not op.remats:
+        elif op.primitive in SUMS and not op.remats:
             added |= paths
         else:
             otherwise |= paths

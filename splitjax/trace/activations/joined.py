@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from splitjax.trace.activations.behind import labels_of, uses_behind
+from splitjax.trace.activations.behind import Column, Site, labels_of, uses_behind
 from splitjax.trace.activations.compared import compared_columns
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep
@@ -27,6 +27,8 @@ class Joined:
     - `is_joined`: whether each of its dims has that label.
     - `uses`: the sites of the uses of parameters that its columns of that label come from, in program order.
     - `tables`: the sites of the lookups whose rows it meets; none where it is concatenated.
+    - `into`: the local label of the leading atom of the dim that it becomes a part of; None where it is stacked, or
+      meets rows.
     """
 
     site: tuple[int, ...]
@@ -35,6 +37,7 @@ class Joined:
     is_joined: tuple[bool, ...]
     uses: tuple[tuple[int, ...], ...] = ()
     tables: tuple[tuple[int, ...], ...] = ()
+    into: int | None = None
 
 
 def find_joined(
@@ -48,7 +51,7 @@ def find_joined(
     A constraint can be put on what an operation reads only where lowering rebuilds that operation. It rebuilds none
     inside a custom derivative rule, nor one that stands for no equation of the program. A value that is read by such an
     operation, too, cannot be constrained alike wherever it is read, and is left out with all of its readers."""
-    along = _joined_columns(flat, classes, examples, weights)
+    along, into = _joined_columns(flat, classes, examples, weights)
     compared = compared_columns(flat, classes, weights, learned)
     columns: dict[int, list[int]] = {}
     for value, label in dict.fromkeys((*along, *compared)):
@@ -66,22 +69,24 @@ def find_joined(
             dims = classes.dims(value, len(flat.shapes[value]))
             is_joined = tuple(bool(dim) and classes.local(dim[0]) == label for dim in dims)
             uses, tables = (along[value, label], ()) if (value, label) in along else compared[value, label]
-            yield Joined(op.site, operand, label, is_joined, uses, tables)
+            yield Joined(op.site, operand, label, is_joined, uses, tables, into.get((value, label)))
 
 
 def _joined_columns(
     flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int]
-) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:
+) -> tuple[dict[Column, tuple[Site, ...]], dict[Column, int]]:
     """Returns by (value, label of its columns) the sites of the uses of parameters that the columns come from, for what
-    is concatenated along them and what is stacked with it. The arguments are those of `find_joined`."""
-    along: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
+    is concatenated along them and what is stacked with it; and, for the former, the label of the joined dim. The
+    arguments are those of `find_joined`."""
+    along: dict[Column, tuple[Site, ...]] = {}
+    into: dict[Column, int] = {}
     joining = [
         op
         for op in flat.ops
         if op.primitive in ("concatenate", "stack") and op.inside and op.phase != BACKWARD and len(op.inputs) > 1
     ]
     if not joining:
-        return along
+        return along, into
     makers = {made: number for number, op in enumerate(flat.ops) for made in op.outputs}
     behind = lambda value, label: uses_behind(value, label, flat, classes, weights, makers)
     for op in joining:
@@ -91,6 +96,9 @@ def _joined_columns(
             if atoms and atoms[0] not in examples and any(dim and dim[0] in examples for dim in dims):
                 label = classes.local(atoms[0])
                 along[value, label] = behind(value, label)
+                whole = classes.dims(op.outputs[0], len(flat.shapes[op.outputs[0]]))[op.params["dimension"]]
+                if whole:
+                    into[value, label] = classes.local(whole[0])
     for op in joining:
         labels = {value: labels_of(value, flat, classes) for value in op.inputs}
         for label in {label for (_, label), sites in along.items() if sites}.intersection(*labels.values()):
@@ -98,4 +106,4 @@ def _joined_columns(
             found = {(value, label): behind(value, label) for value in op.inputs}
             if any(together.intersection(sites) for sites in found.values()):
                 along |= {key: sites for key, sites in found.items() if sites}
-    return along
+    return along, into
