@@ -177,7 +177,7 @@ class StepSums:
     def _flops(self, i: int, split: int) -> int:
         """Returns what a device computes of the use at position `i`, which `split` devices share."""
         base = self._base
-        return step_flops(base.flows[i].use, i, base.manner.backward) // split
+        return step_flops(base.flows[i].use, base.manner.backward) // split
 
     def _sent(self, sent: Mapping[int, Sent]) -> dict[int, float]:
         return {i: self._seconds(each) for i, each in sent.items()}

@@ -165,10 +165,11 @@ def _activations(
     it."""
     flow = chain[i]
     use = flow.use
-    differentiated = i > 0  # below the first use stand no parameters: nobody asks for the cotangent of its input
+    differentiated = use.reads_learned  # else nobody asks for the cotangent of its input
     reads_again = shared = flow.same_input is not None
-    apart = sums_apart and bool(flow.free) and not flow.crossing and not flow.at_hand and differentiated
-    if shared and apart and not flow.recurs:
+    apart = sums_apart and bool(flow.free) and not flow.crossing and differentiated
+    in_loop = flow.recurs or _reads_turn(flow, chain)
+    if shared and apart and not in_loop:
         source = feeding(flow.producer, flow.free, chain)
         shared = source is not None and bool(set(source.free) & set(flow.free))
     if flow.data_group_bytes and not shared:
@@ -179,7 +180,7 @@ def _activations(
         )
         entering = tuple(event for event in entering if differentiated or event[-1].phase == Phase.FORWARD)
         yield from _sent_as((*entering, *again(entering, use.reread)), use.data_dtype, widens)
-    elif flow.data_group_bytes and flow.recurs and apart:  # the state is gathered once for all gates
+    elif flow.data_group_bytes and in_loop and apart:  # the state is gathered once for all gates
         entering = [event for event in _enter_column(flow, chain, mesh) if event[-1].kind == Kind.COLUMNS_COTANGENT]
         yield from _sent_as(entering, use.data_dtype, widens)
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
@@ -217,14 +218,19 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     """Yields what enters a column-parallel use: it needs whole features, and each device has a summand of their
     cotangent."""
     axes = flow.free
-    if not axes or flow.at_hand:
+    if not axes:
         return
     whole = flow.data_group_bytes // mesh.size((*flow.contracted, *_dealt_over(flow)))
+    if flow.at_hand:  # all of it is there, perhaps with parameters added
+        yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
+        return
     source = feeding(flow.producer, axes, chain)
-    if flow.recurs and not flow.crossing:
+    if not flow.crossing and (flow.recurs or _reads_turn(flow, chain)):
+        source_layer = "" if flow.recurs or source is None else source.use.layer
         # Each device keeps its part of the states for the backward pass, where the weight's gradient reads them whole.
-        yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)
-        yield "all_gather", axes, whole, on_backward(Kind.WHOLE_STATE)
+        kind = Kind.WHOLE_STATE if flow.recurs else Kind.WHOLE_FEATURES
+        yield "all_gather", axes, whole, on_forward(kind, source=source_layer)
+        yield "all_gather", axes, whole, on_backward(kind, source=source_layer)
         yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
     elif flow.recurs:
         yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)
@@ -243,16 +249,23 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         yield "reduce_scatter", axes, whole, on_backward(Kind.RETURN_COLUMNS)
 
 
+def _reads_turn(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
+    """Tells whether a use reads columns that another one gave in the same turn of a loop, where examples do not cross:
+    as states are, these are kept in parts from the forward loop to the backward one."""
+    source = None if flow.crossing or flow.use.trips == 1 else feeding(flow.producer, flow.free, chain)
+    return source is not None and not set(source.free).isdisjoint(flow.free) and source.use.trips == flow.use.trips
+
+
 def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:
     """Yields what enters a row-parallel use: it needs its slice of the features, which a column-parallel producer
     leaves in place."""
     axes = flow.contracted
-    if not axes or flow.at_hand:
+    if not axes:
         return
     sources = [feeding(position, axes, chain) for position in (flow.producer, *flow.producers)]
     if any(each and set(each.free) & set(axes) for each in sources):
         return
-    if not flow.crossing or has_group(flow, axes, chain):
+    if flow.at_hand or not flow.crossing or has_group(flow, axes, chain):
         whole = flow.data_group_bytes // mesh.size(_dealt_over(flow))
         yield "all_gather", axes, whole, on_backward(Kind.ROWS_COTANGENT)
     else:

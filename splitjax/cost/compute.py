@@ -21,7 +21,7 @@ def predict_compute(
 
     **Arguments:** `graph`: the traced step. `flows`: of its uses of weights. `mesh`: the shape of the mesh.
     `batch_axes`: its axes over which the examples are split. `backward`: whether the step takes a gradient, which
-    computes a product for the weight and one for its input, but for the input of the first use."""
+    computes a product for the weight and one for its input, but for that of a layer that reads a batch."""
     return total_compute(flows, (use_split(graph, flow, mesh, batch_axes) for flow in flows), mesh, backward)
 
 
@@ -29,17 +29,16 @@ def total_compute(flows: Sequence[WeightFlow], splits: Iterable[int], mesh: Mesh
     """Returns what a device computes per step. `splits`: among how many devices each of the uses is shared
     (`use_split`). The others are those of `predict_compute`."""
     flops, ideal, num_devices = 0, 0, mesh.num_devices
-    for i, (flow, split) in enumerate(zip(flows, splits, strict=True)):
-        total = step_flops(flow.use, i, backward)
+    for flow, split in zip(flows, splits, strict=True):
+        total = step_flops(flow.use, backward)
         flops += total // split
         ideal += total // num_devices
     return Compute(flops, ideal)
 
 
-def step_flops(use: Use, i: int, backward: bool) -> int:
-    """Returns the flops of a use of a weight per step, forward and backward, over all devices. `i`: its position among
-    the step's uses: nobody asks for the cotangent of what the first one reads."""
-    return use.flops * (1 + backward * (2 if i else 1))
+def step_flops(use: Use, backward: bool) -> int:
+    """Returns the flops of a use of a weight per step, forward and backward, over all devices."""
+    return use.flops * (1 + backward * (2 if use.reads_learned else 1))
 
 
 def use_split(graph: Graph, flow: WeightFlow, mesh: MeshShape, batch_axes: Axes) -> int:

@@ -76,7 +76,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     of_dims = tuple(over for axes in leaf.axes_by_dim if (over := tuple(axis for axis in axes if axis in stored)))
     at_once = bool(stored) and set(stored) <= set(weight.gathering)
     passes = [(on_forward, 1 if at_once else weight.times_forward)]
-    if weight.read_back and not at_once:  # the first layer's input has no cotangent to be multiplied out
+    if weight.read_back and not at_once:  # a batch has no cotangent to be multiplied out
         passes.append((on_backward, weight.times_back))
     for of_pass, times in passes:
         held = shard

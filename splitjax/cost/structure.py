@@ -103,7 +103,7 @@ class StepStructure:
             and graph.leaves[position[leaf.follows]].shape == leaf.shape
         }
         # The backward pass of a lookup adds rows up, and does not read the table.
-        back = [i for i, each in enumerate(links) if (i or each.use.trips > 1) and not reads_ids(each.use)]
+        back = [i for i, each in enumerate(links) if each.use.reads_learned and not reads_ids(each.use)]
         read_back = {links[i].use.param for i in back} | {
             path for path in position if path not in uses_of and path not in graph.added
         }

@@ -100,7 +100,6 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     picks = _picks(graph, uses)
     joins = _joins(graph, uses)
     derived = {use.param for use in graph.uses if use.backward}
-    recurrent = {path for layer in graph.layers if layer.kind == "recurrent" for path in layer.params}
     last_writer: dict[int, int] = {}
     writers: dict[int, list[int]] = {}
     read_by: dict[int, tuple[Hashable, ...]] = {}  # per use, what it reads
@@ -124,7 +123,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 out_batched=any(dim and dim[0] in graph.example_atoms for dim in use.out_dims),
                 producer=producer,
                 producers=tuple(sorted({j for label in reads[i] for j in writers.get(label, ())}, reverse=True)),
-                recurs=use.param in recurrent and not reads[i].isdisjoint(writes[i]),
+                recurs=use.reads_state,
                 consumer=consumers[i],
                 # A weight that is used twice reads two values: it would be the same operation otherwise.
                 same_value=tuple(j for j in others if uses[j].param != use.param),

@@ -117,6 +117,8 @@ class Use:
     - `data_value`: the number of the activations among the step's values: uses that have the same number read the very
       same value. None where that is not known.
     - `repeated`: how often rematerialisation computes its result again. `reread`: how often its operands.
+    - `reads_state`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
+    - `reads_learned`: whether parameters reach the activations, so that somebody asks for their cotangent.
     """
 
     layer: str
@@ -147,6 +149,8 @@ class Use:
     repeated: int = 0
     reread: int = 0
     beside: tuple[str, ...] = ()
+    reads_state: bool = False
+    reads_learned: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,31 @@ def mark_recurrent(
     return frozenset(recurrent | _cell_inputs(flat, linked, uses, recurrent)) if recurrent else frozenset()
 
 
+def find_state_reads(flat: FlatStep, linked: Linked, uses: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+    """Finds the operations among `uses` that read a state which they made in the iteration before: nothing mixes it
+    with a weight on the way out of the loop and in again. `flat`, `linked`, `uses`: as for `mark_recurrent`."""
+    states: dict[int, frozenset[int]] = {value: frozenset((value,)) for _, value in flat.carried}
+    makers: dict[int, frozenset[int]] = {}
+    read: dict[int, frozenset[int]] = {}
+    given: dict[int, set[int]] = {}
+    for index, op in enumerate(flat.ops if states else ()):
+        if op.primitive == "_carry_back":
+            result, state = op.inputs
+            for use in makers.get(result, ()):
+                given.setdefault(use, set()).add(state)
+            continue
+        if index in uses:
+            read[index] = states.get(op.inputs[uses[index][1]], frozenset())
+        if linked.mixing[index]:
+            makers.update(dict.fromkeys(op.outputs if index in uses else (), frozenset((index,))))
+            continue
+        for known in (states, makers):
+            behind = frozenset[int]().union(*(known[value] for value in op.inputs if value in known))
+            if behind:
+                known.update((value, behind | known.get(value, frozenset())) for value in op.outputs)
+    return frozenset(index for index, own in read.items() if own & given.get(index, set()))
+
+
 def _carry_dependence(flat: FlatStep) -> dict[int, set[int]]:
     """Finds, per loop, the values of its body that depend on what the loop carries."""
     inside: dict[int, set[int]] = {}

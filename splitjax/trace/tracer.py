@@ -125,7 +125,11 @@ def _assemble(
         leaves=tuple(leaves),
         layers=build_layers(leaves, names, uses, flat, flow, norms),
         uses=tuple(
-            dataclasses.replace(_use(use, flat, names, arguments, classes, products, feeds), repeated=repeated[use.op])
+            dataclasses.replace(
+                _use(use, flat, names, arguments, classes, products, feeds),
+                repeated=repeated[use.op],
+                reads_learned=use.data is not None and flat.ops[use.op].inputs[use.data] in learned,
+            )
             for use in uses
         ),
         unknown=tuple(_unknown(flat, i, classes) for i in linked.unknown),
@@ -322,6 +326,7 @@ def _use(
         by_labels=use.by_labels,
         adds_up=use.adds_up,
         reread=len(op.remats) if op.inside and not op.phase else 0,
+        reads_state=use.reads_state,
         beside=_beside(use.leaves, flat, arguments),
     )
 

@@ -17,7 +17,7 @@ from splitjax.trace.classes import DimRef
 from splitjax.trace.flatten import BACKWARD, FORWARD, FlatStep, Op
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
-from splitjax.trace.recurrence import mark_recurrent
+from splitjax.trace.recurrence import find_state_reads, mark_recurrent
 
 # A value made of more parameters than this is a statistic of the whole model (a global norm), not a weight.
 _MAX_SOURCES = 64
@@ -33,7 +33,7 @@ class RawUse:
     - `names`: a name (or None) per dim of the weight operand.
     - `flops`: of all repetitions.
     - `backward`: whether it belongs to a backward pass that JAX already traced.
-    - `by_labels`, `adds_up`: as in `graph.Use`.
+    - `by_labels`, `adds_up`, `reads_state`: as in `graph.Use`.
     - `recurrent`, `attention`: whether the weight is recurrent, or feeds or reads an attention.
     """
 
@@ -47,6 +47,7 @@ class RawUse:
     by_labels: bool
     adds_up: bool
     recurrent: bool = False
+    reads_state: bool = False
     attention: bool = False
 
 
@@ -77,9 +78,16 @@ def find_uses(
         raw.append(RawUse(index, weight, data, leaves, names, flops, op.phase == BACKWARD, by_labels, is_bilinear(op)))
     at = {use.op: (use.weight, use.data) for use in raw if use.data is not None}
     recurrent = mark_recurrent(flat, linked, flow, at)
+    reads_state = find_state_reads(flat, linked, {index: at[index] for index in recurrent})
     attention = mark_attention(flat, linked, flow, at)
     marked = [
-        dataclasses.replace(use, recurrent=use.op in recurrent, attention=use.op in attention.uses) for use in raw
+        dataclasses.replace(
+            use,
+            recurrent=use.op in recurrent,
+            reads_state=use.op in reads_state,
+            attention=use.op in attention.uses,
+        )
+        for use in raw
     ]
     return marked, attention.head_dims
 

@@ -75,6 +75,8 @@ class Net:
                 trips,
                 "train.py:1",
                 backward,
+                # The first one reads the batch; so does a recurrent one, and its state.
+                reads_learned=not ids and (bool(self.uses) or trips > 1),
             )
         )
 

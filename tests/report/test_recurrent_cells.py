@@ -1,0 +1,104 @@
+"""Of Flax's recurrent cells nothing is compiled that is not planned: their gates read the state that they made in the
+iteration before, also where reading and writing it are no class of dims together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import splitjax
+from splitjax.plan import PurposeKind
+
+MESH = {"data": 2, "model": 2}
+VOCAB, WIDTH, HIDDEN, LENGTH, EXAMPLES = 96, 16, 32, 4, 8
+CELLS = ("SimpleCell", "GRUCell", "MGUCell", "LSTMCell", "OptimizedLSTMCell")
+
+
+class Model(nn.Module):
+    """Predicts tokens: an embedding, cells one behind the other (in a loop each, or all in one), and logits."""
+
+    cells: tuple[str, ...]
+    stacked: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH, param_dtype=jnp.float64)(tokens)
+        cells = [getattr(nn, cell)(HIDDEN, param_dtype=jnp.float64) for cell in self.cells]
+        for cell in [Stacked(cells)] if self.stacked else cells:
+            x = nn.RNN(cell)(x)
+        return nn.Dense(VOCAB, param_dtype=jnp.float64)(x)
+
+
+class Stacked(nn.RNNCellBase):
+    """Runs several cells in one loop: each reads what the one before it gives."""
+
+    cells: tuple[nn.RNNCellBase, ...]
+
+    def __call__(self, carry, x):
+        states = []
+        for cell, state in zip(self.cells, carry, strict=True):
+            state, x = cell(state, x)
+            states.append(state)
+        return tuple(states), x
+
+    def initialize_carry(self, rng, input_shape):
+        widths = [input_shape[-1], *[HIDDEN] * (len(self.cells) - 1)]
+        shapes = [(*input_shape[:-1], width) for width in widths]
+        return tuple(cell.initialize_carry(rng, shape) for cell, shape in zip(self.cells, shapes, strict=True))
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+def setup(model):
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, EXAMPLES, LENGTH))
+    batch = {"x": jnp.asarray(tokens[0], jnp.int32), "y": jnp.asarray(tokens[1], jnp.int32)}
+    return model.init(jax.random.key(0), batch["x"])["params"], batch
+
+
+def stepping(model, value_and_grad):
+    def loss(params, batch):
+        logits = model.apply({"params": params}, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    def step(params, batch):
+        value, grads = value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def checked(model, rules):
+    """The plan of a step that gives one device's numbers, and of which all is compiled and nothing else."""
+    with jax.enable_x64(True):
+        params, batch = setup(model)
+        parallel = splitjax.parallelize(stepping(model, splitjax.value_and_grad), mesh=MESH, rules=rules, donate=False)
+        alone = jax.jit(stepping(model, jax.value_and_grad))(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+        jax.tree.map(close, parallel(params, batch), alone)
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    return plan
+
+
+def states(plan):
+    return [one for one in plan.collectives if one.purpose.kind == PurposeKind.WHOLE_STATE]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
+def test_the_state_of_a_cell_is_gathered_as_planned(cell, rules):
+    plan = checked(Model((cell,)), rules)
+    # All gates of a cell read it together; under megatron the backward pass gathers it once more.
+    assert len(states(plan)) == {"splitbrain": 1, "megatron": 2}[rules]
+
+
+@pytest.mark.parametrize("rules", ["splitbrain", "megatron"])
+def test_a_cell_above_another_one_in_its_loop_reads_no_state_of_its_own_there(rules):
+    plan = checked(Model(("GRUCell", "LSTMCell"), stacked=True), rules)
+    assert {one.layer.rpartition("/")[2][0] for one in states(plan)} == {"h"}
