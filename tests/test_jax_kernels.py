@@ -120,6 +120,27 @@ def test_grouped_products(by_example):
     close(step(state, batch), jax.jit(step_of(plain, jax.value_and_grad))(params, batch))
 
 
+def test_what_refuses_a_kernel_of_jax_names_what_keeps_it_whole():
+    """A line with dims that only look alike would let devices multiply their rows by the sizes of all rows' groups."""
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    def multiply(rows, w, sizes):
+        return jnp.stack([gmm(own, w, its_sizes, interpret=True) for own, its_sizes in zip(rows, sizes, strict=True)])
+
+    params = {"w": jax.ShapeDtypeStruct((2, 128, 128), "float32")}
+    batch = {"rows": jax.ShapeDtypeStruct((2, 128, 128), "float32"), "sizes": jax.ShapeDtypeStruct((2, 2), "int32")}
+
+    def step(params, batch):
+        loss_fn = lambda params: (multiply(batch["rows"], params["w"], batch["sizes"]) ** 2).mean()
+        loss, gradients = splitjax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    with pytest.raises(splitjax.errors.UnknownPrimitiveError) as caught:
+        splitjax.parallelize(step, mesh={"data": 2, "model": 2}, rules="fsdp").plan(params, batch)
+    assert "splitjax.jax_kernels.gmm" in caught.value.remedy and "[examples, rows, k]" in caught.value.remedy
+    assert "splitjax.kernel(" not in caught.value.remedy
+
+
 @pytest.mark.parametrize("rules", MESHES)
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_attention_of_jax_on_this_platform(rules, implementation):

@@ -41,6 +41,7 @@ from splitjax._compat.jaxprs import close_jaxpr as close_jaxpr
 from splitjax._compat.jaxprs import detach_consts as detach_consts
 from splitjax._compat.jaxprs import drop_unused as drop_unused
 from splitjax._compat.jaxprs import eval_jaxpr as eval_jaxpr
+from splitjax._compat.jaxprs import function_file as function_file
 from splitjax._compat.jaxprs import function_name as function_name
 from splitjax._compat.jaxprs import is_abstract as is_abstract
 from splitjax._compat.jaxprs import is_jaxpr as is_jaxpr

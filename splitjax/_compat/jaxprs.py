@@ -80,6 +80,12 @@ def function_name(jaxpr: Any) -> str:
     return open_jaxpr(jaxpr)[0].debug_info.func_name
 
 
+def function_file(jaxpr: Any) -> str:
+    """Returns the file of the function that was traced to `jaxpr`, as its debug information has it; empty for none."""
+    _, _, place = open_jaxpr(jaxpr)[0].debug_info.func_src_info.partition(" at ")
+    return place.rpartition(":")[0]
+
+
 def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Traces `fun` abstractly, called with `args` and `kwargs`: the closed jaxpr, and the pytree of
     `ShapeDtypeStruct`s of its result."""

@@ -21,6 +21,17 @@ from splitjax.primitives.dims import DimMap
 from splitjax.primitives.foreign.grids import PALLAS, grid_label, pallas_call, split_dims
 from splitjax.trace.graph import Dim, ForeignCall, Graph
 
+# Parts of the paths of JAX's own kernels, and what keeps them whole in `splitjax.jax_kernels`. No line that is written
+# from shapes alone could: rows and the sizes of their groups look like dims of their own.
+_SHIPPED = (
+    ("jax/experimental/pallas/ops/tpu/megablox", "gmm"),
+    ("jax/experimental/pallas/ops/tpu/flash_attention", "flash_attention"),
+    ("jax/experimental/pallas/ops/tpu/splash_attention", "splash_attention"),
+)
+_BY_EXAMPLE = (
+    "; with a leading dim of examples, [examples, rows, k] and [examples, groups], each device has its own rows"
+)
+
 
 def derive_grids(
     graph: Graph, sharded: ShardedDims, mesh: MeshShape, unknown: str
@@ -69,6 +80,18 @@ def _refused(
     call: ForeignCall, graph: Graph, labels: DimMap, split: tuple[str, int, tuple[str, ...]]
 ) -> UnknownPrimitiveError:
     tensor, dim, axes = split
+    shipped = next((name for part, name in _SHIPPED if part in _compat.function_file(call.eqn.params["jaxpr"])), None)
+    if shipped is None:
+        remedy = (
+            f"keep the kernel whole, with its derivative rule: {_kernel_line(call, graph, labels)} (leave out of whole"
+            " every label along which parts of the operands give that part of the results; .check(...) tries them)"
+        )
+    else:
+        remedy = (
+            f"call splitjax.jax_kernels.{shipped}, which keeps this kernel of JAX whole, with its derivative rule, and"
+            " says what its dims are"
+        )
+        remedy += _BY_EXAMPLE if shipped == "gmm" else ""
     inside = " inside a function with a derivative rule of its own" if not call.editable else ""
     return UnknownPrimitiveError(
         f"a Pallas call{inside} cannot run on parts of dim {dim} of its {tensor}, which is split over"
@@ -76,10 +99,7 @@ def _refused(
         " reaches it",
         value=call.primitive,
         place=call.source or f"equation {'.'.join(map(str, call.site))}",
-        remedy=(
-            f"keep the kernel whole, with its derivative rule: {_kernel_line(call, graph, labels)} (leave out of whole"
-            " every label along which parts of the operands give that part of the results; .check(...) tries them)"
-        ),
+        remedy=remedy,
     )
 
 
