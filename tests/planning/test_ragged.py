@@ -162,3 +162,22 @@ def test_group_sizes_may_be_of_any_integer_dtype(dtype):
         expected = jax.jit(of_sizes("int32"))(params, batch)
         got = splitjax.parallelize(of_sizes(dtype), mesh={"data": 4}, rules="fsdp")(params, batch)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, expected)
+
+
+@pytest.mark.parametrize(("rules", "told"), [("transformer", True), ("data_parallel", False)])
+def test_steps_with_jaxs_own_gradient_are_told_of_the_one_that_divides_the_products(rules, told):
+    """Stored weights are gathered inside of a boundary, and rows stay where they are; whole ones leave nothing to
+    divide by."""
+
+    def train(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shapes = {"gate": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    batch = {name: np.ones((16, 4, WIDTH), np.float32) for name in ("x", "y")}
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2} if rules == "transformer" else {"data": 8}
+    plan = splitjax.parallelize(train, mesh=mesh, rules=rules).plan(params, batch)
+    notes = [note for note in plan.notes if "ragged_dot" in note]
+    assert len(notes) == 2 and all(("splitjax.value_and_grad" in note) == told for note in notes)
+    assert all("splitjax.jax_kernels.gmm" in note for note in notes)

@@ -53,7 +53,7 @@ def _tokens(use: Use) -> int:
 
 
 def _note(use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...]) -> str:
-    tokens = _tokens(use)
+    tokens, stored = _tokens(use), bool(set(leaf.axes) & set(batch_axes))
     parts = []
     if batch_axes:
         parts.append(f"the tokens of all devices along {axes_text(mesh, batch_axes)} ({bytes_text(tokens)})")
@@ -61,6 +61,17 @@ def _note(use: Use, leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...]
         parts.append(f"all of {leaf.path} along {axes_text(mesh, split)} ({bytes_text(leaf.whole_bytes(mesh))})")
     return (
         f"{use.layer} is evaluated by ragged_dot, which XLA does not divide among devices: it may gather"
-        f" {' and '.join(parts)}, and compute all of it everywhere, which this plan does not count; deal tokens out by"
-        " capacity, or wrap megablox's kernel: splitjax.jax_kernels.gmm"
+        f" {' and '.join(parts)}, and compute all of it everywhere, which this plan does not count;"
+        f" {_remedy(use, stored)}"
+    )
+
+
+def _remedy(use: Use, stored: bool) -> str:
+    """Says what to do instead. `stored`: whether the weights are stored in parts, which boundaries gather."""
+    others = "deal tokens out by capacity, or call splitjax.jax_kernels.gmm, which keeps megablox's kernel whole"
+    if use.in_boundary or not stored:
+        return others
+    return (
+        "take its gradient with splitjax.value_and_grad instead of JAX's own, inside of which each device computes its"
+        f" own rows, {others}"
     )
