@@ -50,10 +50,10 @@ class UseLinks:
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
     - `stream`: the position of the convolution before it whose columns its own are added to, or multiplied with (a
       residual stream begins there); None for none. `stream_reader`: the consumer of that.
-    - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, if
-      its weight has one dim of these; None elsewhere. `compared`: of the first where they meet rows of tables, and the
-      positions of the lookups of these. `joined_with`: the positions of the other uses whose columns are joined or
-      stacked with its own. `joins`: those of the uses whose joined columns it reads.
+    - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, or
+      put in order, if its weight has one dim of these; None elsewhere. `compared`: of the first where they meet rows of
+      tables, and the positions of the lookups of these. `joined_with`: the positions of the other uses whose columns
+      are joined or stacked with its own. `joins`: those of the uses whose joined columns it reads.
     """
 
     use: Use
@@ -164,13 +164,20 @@ def reads_ids(use: Use) -> bool:
 
 
 def _joined(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str]) -> list[Joined]:
-    """Returns where the columns of a use's output are read as values that are concatenated along them with others, or
-    meet rows of tables; nowhere where its weight, `leaf`, has not one free dim. `roles`: of its dims."""
+    """Returns where the columns of a use's output are read as values that are concatenated along them with others, put
+    in order along them, or meet rows of tables; nowhere where its weight, `leaf`, has not one free dim. `roles`: of its
+    dims."""
     free = [dim for dim, role in zip(leaf.dims, roles, strict=True) if role == "free"]
     if len(free) != 1 or not free[0]:
         return []
     label = graph.local[free[0][0]]
-    return [each for each in graph.joined if each.label == label and use.site in each.uses]
+    # What is only put in order is worth it where it is narrow: a router's scores, not the logits of a vocabulary.
+    is_narrow = math.prod(use.out_shape) <= math.prod(use.data_shape)
+    return [
+        each
+        for each in graph.joined
+        if each.label == label and use.site in each.uses and (is_narrow or not each.is_ordered)
+    ]
 
 
 def _used_at(graph: Graph, uses: Sequence[Use], labels: Container[int], i: int) -> tuple[int, ...]:

@@ -278,23 +278,32 @@ def wrap(text: str, width: int) -> list[str]:
             continue
         if lines[-1]:
             lines.append("")
-        while cell_len(word) > width:
-            head = _head(word, width)
+        start = 0
+        while (fitting := _num_fitting(word, start, width)) < len(word) - start:
+            head = _head(word[start : start + max(1, fitting)])
             lines[-1] = head
             lines.append("")
-            word = word[len(head) :]
-        lines[-1] = word
+            start += len(head)
+        lines[-1] = word[start:]
     return lines
 
 
-def _head(word: str, width: int) -> str:
-    """Returns as much of the beginning of a word as fits, at least one character; up to a joint where one is near its
-    end."""
-    end = 1
-    while end < len(word) and cell_len(word[: end + 1]) <= width:
-        end += 1
-    joint = max(word.rfind(mark, 0, end) for mark in _JOINTS) + 1
-    return word[: joint if joint > end // 3 else end]
+def _num_fitting(word: str, start: int, width: int) -> int:
+    """Returns how many characters of a word fit into `width` columns, from the one at `start` on. It looks no further:
+    a word of a megabyte is broken into as many lines as it has, and each is measured once."""
+    columns = 0
+    for position in range(start, len(word)):
+        columns += cell_len(word[position])
+        if columns > width:
+            return position - start
+    return len(word) - start
+
+
+def _head(fitting: str) -> str:
+    """Returns what of the beginning of a word that fits stands on one line: up to a joint where one is near its end."""
+    end = len(fitting)
+    joint = max(fitting.rfind(mark) for mark in _JOINTS) + 1
+    return fitting[: joint if joint > end // 3 else end]
 
 
 def _left(text: str, width: int) -> str:

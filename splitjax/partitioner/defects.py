@@ -33,6 +33,7 @@ class Action(enum.Enum):
     - `WHOLE`: the dims in question are gathered for it, and leave it whole.
     - `ORDER`: axes that split a dim together are listed in the order of the mesh; a pinned plan that does not is
       refused.
+    - `PIN`: what it reads and gives is pinned, so that XLA does not choose the layout that it gets wrong.
     - `REFUSE`: the plan is refused: nothing else is known to give the right numbers.
     """
 
@@ -40,6 +41,7 @@ class Action(enum.Enum):
     REWRITE = "rewrite"
     WHOLE = "whole"
     ORDER = "order"
+    PIN = "pin"
     REFUSE = "refuse"
 
 
@@ -272,6 +274,20 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="axes that split one dim together are listed in the order of the mesh",
         action=Action.ORDER,
+        touches=lambda operation: {},
+    ),
+    Defect(
+        name="contracted-axis-in-result",
+        operation="a product whose contracted dim is split over an axis that splits a dim of its result, too",
+        condition=(
+            "another dim of the result is split over several axes, and the weight's free dim over one of them: weights"
+            " that are split over tensor and stored over fsdp, with the batch over data and fsdp"
+        ),
+        consequence="the whole result is wrong, by up to itself",
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="what such a product reads and gives lies as its weight does while it is used, forward and backward",
+        action=Action.PIN,
         touches=lambda operation: {},
     ),
     Defect(

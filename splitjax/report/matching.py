@@ -23,7 +23,7 @@ from splitjax.primitives.table import OPERATIONS
 from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.groups import OTHER
 from splitjax.report.known_step import Step
-from splitjax.report.op_names import primitive
+from splitjax.report.op_names import is_written_product, primitive
 from splitjax.report.subject import (
     BACKWARD,
     BATCH,
@@ -176,6 +176,14 @@ def _is_gradient_of_layer(compiled: Evidence, planned: Collective, step: Step) -
     return compiled.collective.local_bytes == step.part_bytes.get(planned.purpose.leaf or "")
 
 
+def _is_written_gradient(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both sum the gradient of a weight, the compiled one in a product that splitjax wrote out: where a
+    loop stacks what it gives, nothing leads from there to the parameter."""
+    is_sum = compiled.collective.op in SUMS and compiled.phase == BACKWARD and bool(compiled.collective.shape)
+    is_unknown = compiled.about == VALUE and is_written_product(compiled.op_name)
+    return is_sum and is_unknown and about(planned.purpose) == GRADIENT
+
+
 def _is_gathered_by_sums(compiled: Evidence, planned: Collective, step: Step) -> bool:
     """Tells whether parts of a gradient are brought together by a sum of zeros and a part, as a TPU's compiler does
     with small arrays."""
@@ -323,6 +331,8 @@ _ROUNDS_BY_LEAF = (
     (_is_of_leaf, _nothing),
     (_is_gathered_by_sums, _nothing),
     (_all(_is_gradient_of_layer, _in_layer, _is_same_operation), _nothing),
+    (_all(_is_written_gradient, _is_alike, _in_layer), _nothing),
+    (_all(_is_written_gradient, _has_same_size, _has_same_axis, _in_layer), _nothing),
     (_all(_is_read_back, _is_alike, _in_layer), _nothing),
     (_all(_is_statistic, _is_alike, _in_layer), _nothing),
     (_all(_is_cotangent_of_statistic, _is_alike, _in_layer), _nothing),

@@ -288,6 +288,8 @@ def _read_collective(codec: Codec[Any], values: Any, place: str) -> ReportedColl
     of_compiled = {name: value for name, value in known.items() if name in names}
     fields = {name: value for name, value in known.items() if name not in names}
     compiled = codec.instance(CompiledCollective, of_compiled, place)
+    if not 0 <= compiled.share <= 1:
+        codec.fail("a share of the time is between 0 and 1", compiled.share, f"{place}.share")
     compiled = dataclasses.replace(compiled, source=compiled.frames[0] if compiled.frames else "")
     return ReportedCollective(compiled, **codec.arguments(ReportedCollective, fields, place, ("compiled",)))
 

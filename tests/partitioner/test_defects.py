@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -56,6 +57,15 @@ BY_HAND = {
             return jax.numpy.einsum("bli,blo->io", data, cotangent)
         arguments = [normal(4, 8, 8), normal(4, 8, 8)], [P("data"), P("data")]
         names, sizes, result = ("data", "model", "expert"), (2, 2, 2), P(("expert", "model"), "data")
+    """
+    ),
+    "contracted-axis-in-result": (
+        """
+        def function(data, weight):
+            return data @ weight
+        rows = ("data", "fsdp")
+        arguments = [normal(32, 64), normal(64, 64)], [P(rows, "tensor"), P("tensor", "fsdp")]
+        names, sizes, result = ("data", "fsdp", "tensor"), (2, 2, 2), P(rows, "tensor")
     """
     ),
     "start-index-out-of-range": (
@@ -372,6 +382,32 @@ def test_axes_are_listed_in_the_order_of_the_mesh():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got[0], want[0])
     assert plan.leaves[1].spec == (("model", "expert"), "data")
     assert "axes-out-of-mesh-order" in plan.leaves[1].note
+
+
+@pytest.mark.parametrize("gradient", [jax.value_and_grad, splitjax.value_and_grad])
+@pytest.mark.parametrize("widths", [(2, 64, 64, 1), (8, 64, 64, 64, 8)], ids=str)
+def test_rows_behind_rows_with_weights_stored_besides(gradient, widths):
+    """XLA chose parts of the hidden features for the second layer's result, as the third reads them."""
+    rng = np.random.default_rng(0)
+
+    def loss_fn(params, batch):
+        x = batch[0]
+        for layer in params:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return ((x - batch[1]) ** 2).mean()
+
+    def step(params, batch):
+        value, gradients = gradient(loss_fn)(params, batch)
+        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
+
+    with jax.enable_x64(True):
+        params = [
+            {"kernel": jnp.asarray(rng.normal(size=sizes)), "bias": jnp.asarray(rng.normal(size=sizes[1]))}
+            for sizes in itertools.pairwise(widths)
+        ]
+        batch = [jnp.asarray(rng.normal(size=(32, widths[at]))) for at in (0, -1)]
+        got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
 
 
 def test_a_pinned_plan_with_axes_out_of_order_is_refused():

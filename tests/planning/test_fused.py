@@ -268,3 +268,18 @@ def test_a_fused_weight_of_fewer_heads_than_devices_is_noted():
     params = {"qkv": jnp.ones((WIDTH, 32)), "o": jnp.ones((INNER, WIDTH))}
     plan = splitjax.parallelize(train, mesh=TWO, rules="megatron").plan(params, examples())
     assert any("of 2 heads that it holds side by side (16, 8, 8)" in note for note in plan.notes)
+
+
+def test_a_fused_weight_whose_gradient_is_stopped_is_dealt_out_too():
+    """A teacher's, beside a student's of the same shape: XLA took the place of a device out of the region that knows it
+    (`PartitionId instruction is not supported`)."""
+    from benchmarks.modern.steps.catalogue import every_step
+
+    dino = next(each for each in every_step() if each.name == "DINO, large and small crops")
+    with jax.enable_x64(True):
+        problem = dino.make(dino.dtype)
+        step = splitjax.parallelize(problem.step, mesh={"data": 2, "tensor": 4}, rules="splitbrain", donate=False)
+        assert any("dealt out" in note for note in step.plan(problem.state, problem.batches[0]).notes)
+        state = step.place(problem.state, example=(problem.batches[0],))
+        got, want = step(state, problem.batches[0]), jax.jit(problem.step)(problem.state, problem.batches[0])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8), got[1], want[1])

@@ -215,3 +215,44 @@ def test_columns_that_meet_columns_of_a_table_stay_in_parts():
     plan = parallel.plan(params, batch)
     assert plan.leaf("table").spec[1] == "tensor" and plan.leaf("columns").spec[1] == "tensor"
     assert gathers(plan) == []
+
+
+def routed(params, batch):
+    """Two of four experts for each token, by the scores of a router whose columns are split."""
+    x = jnp.tanh(batch["x"] @ params["up"] @ params["down"])
+    gates = jax.nn.softmax(x @ params["router"])
+    best, chosen = jax.lax.top_k(gates, 2)
+    mixed = jnp.einsum("bk,bkd->bd", best, params["table"][chosen][..., :4])
+    return jnp.mean((mixed - batch["y"]) ** 2) + jnp.mean(gates**2)
+
+
+def test_scores_that_are_put_in_order_are_gathered_once():
+    """XLA took the best of each device's columns, exchanged them, and split what was made of the places."""
+    with jax.enable_x64(True):
+        made, batch = setup()
+        params = {name: made[name] for name in ("up", "down", "table")} | {"router": made["columns"][:, :4]}
+        step = stepping(splitjax.value_and_grad, routed)
+        parallel = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron", donate=False)
+        alone = jax.jit(stepping(jax.value_and_grad, routed))(params, batch)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        jax.tree.map(close, parallel(params, batch), alone)
+        plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert [(one.layer, one.bytes) for one in gathers(plan)] == [("router", 3 * (EXAMPLES // 2) * (4 // 4) * 8)]
+    # XLA's compiler for CPUs gathers the examples, too, for what takes the largest.
+    beside = [(one.axis, one.compiled.op_name.rpartition("/")[2]) for one in report.unplanned if one.compiled.shape]
+    assert report.missing == () and beside == [("data", "top_k")]
+
+
+def test_the_largest_of_a_vocabulary_are_taken_where_its_columns_lie():
+    """Of many columns the best few are less than all of them."""
+
+    def loss(params, batch):
+        logits = jnp.tanh(batch["x"] @ params["up"] @ params["down"]) @ params["last"]
+        best, _ = jax.lax.top_k(logits, 2)
+        return jnp.mean(best**2) + jnp.mean(logits**2)
+
+    params, batch = setup()
+    params["last"] = jnp.ones((WIDTH, 64), jnp.float32)
+    step = stepping(splitjax.value_and_grad, loss)
+    plan = splitjax.parallelize(step, mesh={"data": 2, "model": 4}, rules="megatron").plan(params, batch)
+    assert gathers(plan) == []

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -34,17 +35,19 @@ def evaluate_deal(local: LocalDeal, eqn: Any, operands: Sequence[Any], where: Me
     moves = find_moves(tuple(map(int, eqn.params["sizes"])), num)
     spec = PartitionSpec(*(None,) * dim, local.axes)
 
-    def run(part: jax.Array) -> jax.Array:
-        return lax.expand_dims(moved(moves, dim, local.axes, part), (dim,))
+    def run(part: jax.Array, here: jax.Array) -> jax.Array:
+        return lax.expand_dims(moved(moves, dim, local.axes, part, here[0]), (dim,))
 
-    return [where.shard_map(run, local.axes, (spec,), spec)(value)]
+    # Where a device stands is an operand: XLA refuses `axis_index` where it brings it out of a manual region.
+    places = jnp.arange(num, dtype=jnp.int32)
+    return [where.shard_map(run, local.axes, (spec, PartitionSpec(local.axes)), spec)(value, places)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def moved(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-    """Returns a device's columns after the `moves`: `part` holds those before, along `dim`."""
+def moved(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array, here: jax.Array) -> jax.Array:
+    """Returns a device's columns after the `moves`: `part` holds those before, along `dim`. `here`: its place along
+    `axes`."""
     units = part.reshape(*part.shape[:dim], moves.places, moves.unit, *part.shape[dim + 1 :])
-    here = lax.axis_index(axes)
     table = np.zeros((moves.num, moves.places), np.int32)  # by device and place, which of the values below comes there
     for _, place, to, at in moves.kept:
         table[to, at] = place
@@ -53,20 +56,24 @@ def moved(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> jax
         sent = np.zeros(moves.num, np.int32)
         for source, place, to, at in edges:
             sent[source], table[to, at] = place, moves.places + number
-        unit = lax.dynamic_slice_in_dim(units, jax.numpy.asarray(sent)[here], 1, axis=dim)
+        unit = lax.dynamic_slice_in_dim(units, jnp.asarray(sent)[here], 1, axis=dim)
         values.append(lax.ppermute(unit, axes, [(source, to) for source, _, to, _ in edges]))
-    every, mine = lax.concatenate(values, dim), jax.numpy.asarray(table)[here]
+    every, mine = lax.concatenate(values, dim), jnp.asarray(table)[here]
     # A slice for each place, where a lookup of all would be a gather, and for reports a new value.
     taken = [lax.dynamic_slice_in_dim(every, mine[at], 1, axis=dim) for at in range(moves.places)]
     return lax.concatenate(taken, dim).reshape(part.shape)
 
 
-def _forward(moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array) -> tuple[jax.Array, None]:
-    return moved(moves, dim, axes, part), None
+def _forward(
+    moves: Moves, dim: int, axes: tuple[str, ...], part: jax.Array, here: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return moved(moves, dim, axes, part, here), here
 
 
-def _backward(moves: Moves, dim: int, axes: tuple[str, ...], _: None, change: jax.Array) -> tuple[jax.Array]:
-    return (moved(moves.reverse, dim, axes, change),)
+def _backward(
+    moves: Moves, dim: int, axes: tuple[str, ...], here: jax.Array, change: jax.Array
+) -> tuple[jax.Array, None]:
+    return moved(moves.reverse, dim, axes, change, here), None
 
 
 moved.defvjp(_forward, _backward)

@@ -30,6 +30,7 @@ from splitjax.rules.match import divides
 from splitjax.trace.graph import Dim, Graph, Use
 
 FREE = "?"
+_READ = ("in", "features")  # the dims of a weight that a product contracts, of a table that is a head, too
 
 
 def derive_constraints(
@@ -54,14 +55,20 @@ def derive_constraints(
     constraints: list[Constraint] = []
     crossed = False
     for use in graph.uses:
-        if use.backward or not use.editable or use.data is None:
+        if not use.editable or use.data is None:
             continue
         axes = mesh.present(spec_axes(leaves[use.param].spec))
         stored = _storing(graph, leaves[use.param], mesh, batch_axes, replicated_batch)
+        if use.backward:
+            if stored and use.site not in of_experts:
+                used = tuple(_without(entry, stored) for entry in leaves[use.param].spec)
+                constraints += _cotangent(graph, use, used, batch_axes)
+            continue
         if use.site in of_experts:
             crossed = True
         elif stored:
-            constraints += _gathered(graph, use, use.data, batch_axes, " x ".join(stored))
+            used = tuple(_without(entry, stored) for entry in leaves[use.param].spec)
+            constraints += _gathered(graph, use, use.data, used, batch_axes, " x ".join(stored))
         elif set(axes) & set(batch_axes):
             crossed = True
             constraints += _crossing(graph, use, use.data, leaves[use.param].spec, axes, batch_axes)
@@ -165,13 +172,65 @@ def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...]) -> 
     return None
 
 
-def _gathered(graph: Graph, use: Use, data_operand: int, batch_axes: tuple[str, ...], stored: str) -> list[Constraint]:
+def _gathered(
+    graph: Graph, use: Use, data_operand: int, used: Spec, batch_axes: tuple[str, ...], stored: str
+) -> list[Constraint]:
     """Keeps the examples of a use split, whose weight is stored in parts and gathered. `data_operand`: the position of
-    the activations. `stored`: the axes over which it is, in words."""
+    the activations. `used`: how the weight is split while it is used. `stored`: the axes over which it is stored, in
+    words.
+
+    What a product reads and gives is split along the weight's dims as that is used. A result that lies over the axis of
+    the contracted dim XLA gets wrong where its examples lie over several axes (`partitioner.DEFECTS`,
+    contracted-axis-in-result), and it would choose that where a layer behind wants such parts."""
     why = f"weight split over {stored}: gather the weight, keep the examples split"
-    pairs = ((data_operand, use.data_dims), (-1, use.out_dims))
-    specs = [(operand, example_spec(graph, dims, batch_axes)) for operand, dims in pairs]
-    return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in specs if spec is not None]
+    data, out = (example_spec(graph, dims, batch_axes) for dims in (use.data_dims, use.out_dims))
+    if use.primitive == "dot_general" and len(batch_axes) > 1 and spec_axes(used):
+        contracted = contracted_entries(graph, use, used, _READ)
+        free = _free_entries(graph, use, used)
+        data = data and tuple(contracted.get(d, entry) if entry == FREE else entry for d, entry in enumerate(data))
+        out = out and tuple(free.get(d, entry) if entry == FREE else entry for d, entry in enumerate(out))
+    pairs = ((data_operand, data), (-1, out))
+    return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in pairs if spec is not None]
+
+
+def _cotangent(graph: Graph, use: Use, used: Spec, batch_axes: tuple[str, ...]) -> list[Constraint]:
+    """Pins the cotangent that a product of a backward pass which plain JAX traced gives, as `_gathered` pins what the
+    forward pass reads: no constraint there is differentiated. The arguments are those of `_gathered`."""
+    out = example_spec(graph, use.out_dims, batch_axes)
+    if out is None or use.primitive != "dot_general" or len(batch_axes) < 2 or not spec_axes(used):
+        return []
+    leaf = graph.leaf(use.param)
+    names, rank = leaf.dim_names or (), len(use.weight_dims)
+    num_contracted = (len(use.data_dims) + rank - len(use.out_dims)) // 2
+    # Dims of a backward pass are in no local class with the weight's: they are counted. It contracts those that the
+    # forward pass leaves.
+    left = [used[d] if d < len(used) else None for d, name in enumerate(names) if name in _READ]
+    if use.weight != 1 or rank != len(leaf.shape) or len(left) != rank - num_contracted:
+        return []
+    spec = (*out[: len(out) - len(left)], *left)
+    why = "weight stored in parts: the cotangent of what it reads lies as that does"
+    return [Constraint(use.site, -1, spec, use.layer, why)]
+
+
+def _without(entry: SpecEntry, axes: Collection[str]) -> SpecEntry:
+    left = tuple(axis for axis in spec_axes((entry,)) if axis not in axes)
+    return left[0] if len(left) == 1 else left or None
+
+
+def _free_entries(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
+    """Maps the position of every free dim of a use's weight in its result to the axes of that dim."""
+    leaf = graph.leaf(use.param)
+    free = {
+        graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
+        for d, dim in enumerate(leaf.dims)
+        if dim and leaf.dim_names[d] not in _READ
+    }
+    read = {graph.local[dim[0]] for dim in use.data_dims if dim}
+    return {
+        position: free[graph.local[dim[0]]]
+        for position, dim in enumerate(use.out_dims)
+        if dim and not graph.is_example(dim) and graph.local[dim[0]] in free.keys() - read
+    }
 
 
 def _crossing(
@@ -219,13 +278,16 @@ def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...
     )
 
 
-def contracted_entries(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
-    """Maps the position of every contracted dim of the data to the axes of the weight dim that it meets."""
+def contracted_entries(
+    graph: Graph, use: Use, weight_spec: Spec, names: Collection[str] = ("in",)
+) -> dict[int, SpecEntry]:
+    """Maps the position of every contracted dim of the data to the axes of the weight dim that it meets. `names`: of
+    the weight's contracted dims."""
     leaf = graph.leaf(use.param)
     by_atom = {
         atom: weight_spec[d] if d < len(weight_spec) else None
         for d, dim in enumerate(leaf.dims)
-        if leaf.dim_names[d] == "in"
+        if leaf.dim_names[d] in names
         for atom in (graph.local[a] for a in dim[:1])
     }
     kept = {graph.local[a] for dim in use.out_dims for a in dim}

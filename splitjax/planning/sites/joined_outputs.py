@@ -7,7 +7,8 @@ features), the parts of the joined dim lie otherwise. Left to itself, XLA pads, 
 every value behind them, forward and backward. Pinned whole wherever it is read, the output is gathered once, as the
 plan has it, and its cotangent is whole where it comes back, so that each device takes its columns of it. What is
 stacked with such an output (another tower of the DLRM) is gathered, too: of parts beside whole columns XLA would sum
-all products over the devices.
+all products over the devices. Scores that are put in order (a router's, of which the largest are taken) are gathered
+where there are no more of them than features that their layer reads: XLA would split what is made of the order, too.
 
 Columns that are multiplied with rows of a table that is split by rows (a sampled softmax) are gathered likewise: rows
 are whole, and so are their cotangents. Where the product reads columns of another one, its output is pinned in parts
@@ -40,9 +41,8 @@ def _pins(graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, Weight
         if not split:
             continue
         flow = split[-1]
-        why = (
-            f"columns over {' x '.join(flow.free)} that are {'compared' if each.tables else 'joined'} with other values"
-        )
+        met = "compared with" if each.tables else "put in order with" if each.is_ordered else "joined with"
+        why = f"columns over {' x '.join(flow.free)} that are {met} other values"
         if each.tables and flow.use.site not in pinned and feeding(flow.producer, flow.free, chain) is not None:
             pinned.add(flow.use.site)
             entry = flow.free[0] if len(flow.free) == 1 else flow.free

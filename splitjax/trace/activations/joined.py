@@ -1,5 +1,5 @@
-"""Finds activations that are concatenated with other values, those that are stacked with such, and those that rows of
-a table are compared with.
+"""Finds activations that are concatenated with other values, those that are stacked with such, those that are put in
+order along their columns, and those that rows of a table are compared with.
 
 A flat step and its dim classes come in, `Joined`s come out. They exist because where devices have parts of the dim
 along which values are concatenated, the parts of the joined dim lie elsewhere; and where they have whole rows, parts of
@@ -16,6 +16,9 @@ from splitjax.trace.activations.compared import compared_columns
 from splitjax.trace.classes import Classes
 from splitjax.trace.flatten import BACKWARD, FlatStep
 
+# The parameter that says along which dim, of operations that put values in order.
+_SORTED_ALONG = {"top_k": "axis", "sort": "dimension"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
@@ -27,6 +30,7 @@ class Joined:
     - `is_joined`: whether each of its dims has that label.
     - `uses`: the sites of the uses of parameters that its columns of that label come from, in program order.
     - `tables`: the sites of the lookups whose rows it meets; none where it is concatenated.
+    - `is_ordered`: whether it is only put in order along that dim: the largest of its columns are looked for.
     - `into`: the local label of the leading atom of the dim that it becomes a part of; None where it is stacked, or
       meets rows.
     """
@@ -38,20 +42,21 @@ class Joined:
     uses: tuple[tuple[int, ...], ...] = ()
     tables: tuple[tuple[int, ...], ...] = ()
     into: int | None = None
+    is_ordered: bool = False
 
 
 def find_joined(
     flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int], learned: frozenset[int]
 ) -> Iterator[Joined]:
     """Yields where the forward computation of gradient boundaries reads values that it concatenates with others along
-    another dim than that of the examples, in program order; reads values that are stacked with such a value, which
-    has its columns together; and values whose columns meet rows of a table (`compared`). `learned`: the values that
-    parameters reach. The other arguments are those of `reductions.find_reductions`.
+    another dim than that of the examples, or sorts along one, in program order; reads values that are stacked with such
+    a value, which has its columns together; and values whose columns meet rows of a table (`compared`). `learned`: the
+    values that parameters reach. The other arguments are those of `reductions.find_reductions`.
 
     A constraint can be put on what an operation reads only where lowering rebuilds that operation. It rebuilds none
     inside a custom derivative rule, nor one that stands for no equation of the program. A value that is read by such an
     operation, too, cannot be constrained alike wherever it is read, and is left out with all of its readers."""
-    along, into = _joined_columns(flat, classes, examples, weights)
+    along, into, ordered = _joined_columns(flat, classes, examples, weights)
     compared = compared_columns(flat, classes, weights, learned)
     columns: dict[int, list[int]] = {}
     for value, label in dict.fromkeys((*along, *compared)):
@@ -69,32 +74,36 @@ def find_joined(
             dims = classes.dims(value, len(flat.shapes[value]))
             is_joined = tuple(bool(dim) and classes.local(dim[0]) == label for dim in dims)
             uses, tables = (along[value, label], ()) if (value, label) in along else compared[value, label]
-            yield Joined(op.site, operand, label, is_joined, uses, tables, into.get((value, label)))
+            key = value, label
+            yield Joined(op.site, operand, label, is_joined, uses, tables, into.get(key), key in ordered)
 
 
 def _joined_columns(
     flat: FlatStep, classes: Classes, examples: frozenset[int], weights: frozenset[int]
-) -> tuple[dict[Column, tuple[Site, ...]], dict[Column, int]]:
+) -> tuple[dict[Column, tuple[Site, ...]], dict[Column, int], frozenset[Column]]:
     """Returns by (value, label of its columns) the sites of the uses of parameters that the columns come from, for what
-    is concatenated along them and what is stacked with it; and, for the former, the label of the joined dim. The
-    arguments are those of `find_joined`."""
+    is concatenated along them, what is stacked with it, and what is put in order along them; for the first, the label
+    of the joined dim; and which are the last. The arguments are those of `find_joined`."""
     along: dict[Column, tuple[Site, ...]] = {}
     into: dict[Column, int] = {}
-    joining = [
-        op
-        for op in flat.ops
-        if op.primitive in ("concatenate", "stack") and op.inside and op.phase != BACKWARD and len(op.inputs) > 1
-    ]
-    if not joining:
-        return along, into
+    forward = [op for op in flat.ops if op.inside and op.phase != BACKWARD]
+    joining = [op for op in forward if op.primitive in ("concatenate", "stack") and len(op.inputs) > 1]
+    sorting = [op for op in forward if op.primitive in _SORTED_ALONG]
+    if not joining and not sorting:
+        return along, into, frozenset()
     makers = {made: number for number, op in enumerate(flat.ops) for made in op.outputs}
     behind = lambda value, label: uses_behind(value, label, flat, classes, weights, makers)
+
+    def columns_along(value: int, dimension: int) -> int | None:
+        dims = classes.dims(value, len(flat.shapes[value]))
+        atoms = dims[dimension]
+        has_columns = atoms and atoms[0] not in examples and any(dim and dim[0] in examples for dim in dims)
+        return classes.local(atoms[0]) if has_columns else None
+
     for op in joining:
         for value in op.inputs if op.primitive == "concatenate" else ():
-            dims = classes.dims(value, len(flat.shapes[value]))
-            atoms = dims[op.params["dimension"]]
-            if atoms and atoms[0] not in examples and any(dim and dim[0] in examples for dim in dims):
-                label = classes.local(atoms[0])
+            label = columns_along(value, op.params["dimension"])
+            if label is not None:
                 along[value, label] = behind(value, label)
                 whole = classes.dims(op.outputs[0], len(flat.shapes[op.outputs[0]]))[op.params["dimension"]]
                 if whole:
@@ -106,4 +115,11 @@ def _joined_columns(
             found = {(value, label): behind(value, label) for value in op.inputs}
             if any(together.intersection(sites) for sites in found.values()):
                 along |= {key: sites for key, sites in found.items() if sites}
-    return along, into
+    ordered = {
+        (value, label)
+        for op in sorting
+        for value in op.inputs
+        if flat.shapes[value] and (label := columns_along(value, op.params[_SORTED_ALONG[op.primitive]])) is not None
+    } - along.keys()
+    along |= {(value, label): behind(value, label) for value, label in ordered}
+    return along, into, frozenset(ordered)
