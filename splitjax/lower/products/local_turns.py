@@ -38,7 +38,7 @@ def evaluate_turns(local: LocalTurns, eqn: Any, operands: Sequence[Any], where: 
         if moves is None:
             whole_turns = part.reshape(*before, turns // num, examples // turns, *behind)
             return lax.all_to_all(whole_turns, local.axes, dim + 1, dim, tiled=True)
-        shares: Any = moved(moves, dim, local.axes, part)
+        shares: Any = moved(moves, dim, local.axes, part, lax.axis_index(local.axes))
         return shares.reshape(*before, turns, examples // turns // num, *behind)
 
     before, behind = local.others[:dim], local.others[dim + 1 :]
