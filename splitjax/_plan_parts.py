@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from jax.sharding import PartitionSpec
@@ -39,6 +39,11 @@ _Sizes = Annotated[Any, ReadAs(Count | list[Count])]
 def spec_axes(spec: Spec) -> tuple[str, ...]:
     """Returns the mesh axes that `spec` uses, in dim order; `?` (left to XLA) is none."""
     return tuple(axis for entry in spec if entry for axis in _entry_axes(entry))
+
+
+def spec_entry(axes: Sequence[str]) -> SpecEntry:
+    """Returns `axes` as an entry of a spec: None, a name, or several names."""
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def _entry_axes(entry: SpecEntry) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from splitjax._plan_parts import (
     StoredArray,
     SyncPlan,
     spec_axes,
+    spec_entry,
     spec_text,
 )
 from splitjax._plan_purpose import DENSE_GRADIENTS, GRADIENT_SUMS, Phase, Purpose, PurposeKind, beside
@@ -82,6 +83,7 @@ __all__ = [
     "beside",
     "first_mismatch",
     "spec_axes",
+    "spec_entry",
     "spec_text",
 ]
 

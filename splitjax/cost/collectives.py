@@ -226,11 +226,11 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         return
     source = feeding(flow.producer, axes, chain)
     if not flow.crossing and (flow.recurs or _reads_turn(flow, chain)):
-        source_layer = "" if flow.recurs or source is None else source.use.layer
-        # Each device keeps its part of the states for the backward pass, where the weight's gradient reads them whole.
         kind = Kind.WHOLE_STATE if flow.recurs else Kind.WHOLE_FEATURES
-        yield "all_gather", axes, whole, on_forward(kind, source=source_layer)
-        yield "all_gather", axes, whole, on_backward(kind, source=source_layer)
+        name = "" if flow.recurs or source is None else source.use.layer
+        # Each device keeps its part of them for the backward pass, where the weight's gradient reads them whole.
+        yield "all_gather", axes, whole, on_forward(kind, source=name)
+        yield "all_gather", axes, whole, on_backward(kind, source=name)
         yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
     elif flow.recurs:
         yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)

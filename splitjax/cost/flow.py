@@ -104,7 +104,7 @@ class WeightFlow:
     def by_layout(self) -> Hashable:
         """What a layout decides about it: two flows of one use that have it equal are equal."""
         split = self.contracted, self.free, self.stacked
-        return split, self.same_input, self.at_hand, self.shared, self.sorting, self.meets_examples
+        return split, self.same_input, self.at_hand, self.shared, self.sorting, self.meets_examples, self.joined
 
 
 @dataclasses.dataclass(frozen=True)

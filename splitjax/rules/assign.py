@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from splitjax.errors import MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
-from splitjax.plan import LayerPlan, LeafPlan, Spec, SpecEntry, spec_text
+from splitjax.plan import LayerPlan, LeafPlan, Spec, spec_entry, spec_text
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
 from splitjax.rules.decide import decide
 from splitjax.rules.decisions import Axes, Decisions
@@ -241,11 +241,6 @@ def dead_rules(rules: RuleSet, decisions: Decisions) -> tuple[str, ...]:
     """Returns the names of the rules in `rules` that are, by `decisions`, the first to match of no parameter."""
     fired = {decision.matched for decision in decisions.params.values()}
     return tuple(rule.name for rule in rules.rules if rule.name not in fired)
-
-
-def spec_entry(axes: Axes) -> SpecEntry:
-    """Returns `axes` as an entry of a spec: None, a name, or several names."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, axis: str) -> RuleError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from splitjax.errors import PinError
 from splitjax.mesh import MeshShape
-from splitjax.plan import Spec, SpecEntry, spec_text
+from splitjax.plan import Spec, SpecEntry, spec_entry, spec_text
 from splitjax.roles import ROLE_NAMES, Role
 from splitjax.rules.decisions import Axes
 from splitjax.rules.ruleset import AUTO, RuleSet, available, load_rules
@@ -166,13 +166,9 @@ def _entries(said: Said, shape: Sequence[int], mesh: MeshShape) -> tuple[tuple[S
                 lost = True
             axes += known or ()
         kept = mesh.present(axes)
-        entries.append(OPEN if entry == OPEN or (lost and not kept) else _entry(kept))
+        entries.append(OPEN if entry == OPEN or (lost and not kept) else spec_entry(kept))
     entries += [None] * (len(shape) - len(entries))
     return tuple(entries), tuple(sorted(set(unknown)))
-
-
-def _entry(axes: Sequence[str]) -> SpecEntry:
-    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def _meaning(name: str, mesh: MeshShape) -> tuple[str, ...] | None:
@@ -192,7 +188,7 @@ def _by_rules(names: Sequence[SpecEntry], logical: Sequence[tuple[str, Any]]) ->
         axes = (meant,) if isinstance(meant, str) else tuple(meant or ())
         for dim, own in enumerate(names):
             if own == name and not done[dim] and not taken & set(axes):
-                out[dim], done[dim] = _entry(axes), True
+                out[dim], done[dim] = spec_entry(axes), True
                 taken |= set(axes)
     return tuple(out)
 
@@ -219,5 +215,5 @@ def _checked(said: Said, entries: tuple[SpecEntry, ...], shape: Sequence[int], m
                 ' parameter can be stored padded, with uneven="pad"',
             )
         used |= set(axes)
-        spec.append(entry if entry == OPEN else _entry(mesh.in_order(axes)))
+        spec.append(entry if entry == OPEN else spec_entry(mesh.in_order(axes)))
     return tuple(spec)

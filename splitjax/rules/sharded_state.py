@@ -16,8 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from splitjax.mesh import MeshShape
-from splitjax.plan import LeafPlan, Spec, spec_axes
-from splitjax.rules.assign import spec_entry
+from splitjax.plan import LeafPlan, Spec, spec_axes, spec_entry
 from splitjax.rules.match import axes_text, dim_text, mapped_dims
 from splitjax.trace.graph import Graph, Leaf
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import splitjax
+from benchmarks.modern.steps.catalogue import every_step
 from splitjax.cost.dealing import find_moves
 from splitjax.step.dealing import Parts, find_parts
 
@@ -273,8 +274,6 @@ def test_a_fused_weight_of_fewer_heads_than_devices_is_noted():
 def test_a_fused_weight_whose_gradient_is_stopped_is_dealt_out_too():
     """A teacher's, beside a student's of the same shape: XLA took the place of a device out of the region that knows it
     (`PartitionId instruction is not supported`)."""
-    from benchmarks.modern.steps.catalogue import every_step
-
     dino = next(each for each in every_step() if each.name == "DINO, large and small crops")
     with jax.enable_x64(True):
         problem = dino.make(dino.dtype)

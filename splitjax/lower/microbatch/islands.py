@@ -38,7 +38,7 @@ def stages(
     analysis: BodyAnalysis,
     split_sites: Collection[Site],
     whole_sites: Collection[Site],
-    leaving_sites: Collection[Site] = (),
+    leaving_sites: Collection[Site],
 ) -> dict[int, int]:
     """Returns by index the stage of each operation whose results are differentiated and hold examples or sums of them.
 

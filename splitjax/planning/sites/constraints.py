@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from splitjax.cost.flow import used_axes
 from splitjax.mesh import MeshShape
-from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
+from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes, spec_entry
 from splitjax.primitives.walk import Site
 from splitjax.rules.match import divides
 from splitjax.trace.graph import Dim, Graph, Use
@@ -59,15 +59,13 @@ def derive_constraints(
             continue
         axes = mesh.present(spec_axes(leaves[use.param].spec))
         stored = _storing(graph, leaves[use.param], mesh, batch_axes, replicated_batch)
+        used = tuple(_without(entry, stored) for entry in leaves[use.param].spec)
         if use.backward:
-            if stored and use.site not in of_experts:
-                used = tuple(_without(entry, stored) for entry in leaves[use.param].spec)
-                constraints += _cotangent(graph, use, used, batch_axes)
+            constraints += _cotangent(graph, use, used, batch_axes) if stored and use.site not in of_experts else ()
             continue
         if use.site in of_experts:
             crossed = True
         elif stored:
-            used = tuple(_without(entry, stored) for entry in leaves[use.param].spec)
             constraints += _gathered(graph, use, use.data, used, batch_axes, " x ".join(stored))
         elif set(axes) & set(batch_axes):
             crossed = True
@@ -149,7 +147,7 @@ def place_batches(
         if leaf.role != "batch" or not leaf.shape or leaf.path in wanted_whole:
             return leaf
         rest = tuple(axis for axis in spec_axes(leaf.spec) if axis not in split)
-        entry = rest[0] if len(rest) == 1 else rest or None
+        entry = spec_entry(rest)
         return dataclasses.replace(
             leaf,
             spec=tuple(entry if axes else None for axes in leaf.spec),
@@ -167,7 +165,7 @@ def example_spec(graph: Graph, dims: tuple[Dim, ...], axes: tuple[str, ...]) -> 
     """
     for position, dim in enumerate(dims):
         if graph.is_example(dim):
-            entry = axes[0] if len(axes) == 1 else tuple(axes) or None
+            entry = spec_entry(axes)
             return tuple(entry if p == position else FREE for p in range(len(dims)))
     return None
 
@@ -213,18 +211,12 @@ def _cotangent(graph: Graph, use: Use, used: Spec, batch_axes: tuple[str, ...]) 
 
 
 def _without(entry: SpecEntry, axes: Collection[str]) -> SpecEntry:
-    left = tuple(axis for axis in spec_axes((entry,)) if axis not in axes)
-    return left[0] if len(left) == 1 else left or None
+    return spec_entry([axis for axis in spec_axes((entry,)) if axis not in axes])
 
 
 def _free_entries(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
     """Maps the position of every free dim of a use's weight in its result to the axes of that dim."""
-    leaf = graph.leaf(use.param)
-    free = {
-        graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
-        for d, dim in enumerate(leaf.dims)
-        if dim and leaf.dim_names[d] not in _READ
-    }
+    free = _by_class(graph, use, weight_spec, _READ)
     read = {graph.local[dim[0]] for dim in use.data_dims if dim}
     return {
         position: free[graph.local[dim[0]]]
@@ -266,16 +258,21 @@ def _crossing(
 def _result_spec(graph: Graph, use: Use, weight_spec: Spec, rest: tuple[str, ...]) -> Spec:
     """Returns the result's layout: examples over the axes that are left, features like the weight's free dims. It pins
     the backward pass too: a cotangent with another layout would make XLA reshard through a full copy."""
-    leaf = graph.leaf(use.param)
-    free = {
-        graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
-        for d, dim in enumerate(leaf.dims)
-        if dim and leaf.dim_names[d] != "in"
-    }
-    entry = rest[0] if len(rest) == 1 else rest or None
+    free = _by_class(graph, use, weight_spec, ("in",))
+    entry = spec_entry(rest)
     return tuple(
         entry if graph.is_example(dim) else free.get(graph.local[dim[0]], FREE) if dim else None for dim in use.out_dims
     )
+
+
+def _by_class(graph: Graph, use: Use, weight_spec: Spec, read: Collection[str]) -> dict[int, SpecEntry]:
+    """Maps the local classes of a use's weight dims to the axes of these, without those dims whose names are `read`."""
+    leaf = graph.leaf(use.param)
+    return {
+        graph.local[dim[0]]: weight_spec[d] if d < len(weight_spec) else None
+        for d, dim in enumerate(leaf.dims)
+        if dim and leaf.dim_names[d] not in read
+    }
 
 
 def contracted_entries(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from splitjax.cost.flow import WeightFlow, stays_dealt
 from splitjax.cost.use_links import RAGGED
 from splitjax.mesh import MeshShape
-from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
+from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_entry
 from splitjax.planning.sites.constraints import FREE
 from splitjax.rules.match import axes_text
 from splitjax.trace.graph import Dim, Graph, Use
@@ -182,5 +182,5 @@ def _spec(rank: int, axes_of: dict[int, tuple[str, ...]]) -> Spec:
     entries: list[SpecEntry] = []
     for dim in range(rank):
         axes = axes_of.get(dim, (FREE,))
-        entries.append(axes[0] if len(axes) == 1 else axes or None)
+        entries.append(spec_entry(axes))
     return tuple(entries)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from splitjax.cost.flow import WeightFlow, feeding
-from splitjax.plan import Constraint
+from splitjax.plan import Constraint, spec_entry
 from splitjax.planning.sites.constraints import FREE
 from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph
@@ -41,11 +41,11 @@ def _pins(graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, Weight
         if not split:
             continue
         flow = split[-1]
-        met = "compared with" if each.tables else "put in order with" if each.is_ordered else "joined with"
-        why = f"columns over {' x '.join(flow.free)} that are {met} other values"
+        met = "compared with others" if each.tables else "put in order" if each.is_ordered else "joined with others"
+        why = f"columns over {' x '.join(flow.free)} that are {met}"
         if each.tables and flow.use.site not in pinned and feeding(flow.producer, flow.free, chain) is not None:
             pinned.add(flow.use.site)
-            entry = flow.free[0] if len(flow.free) == 1 else flow.free
+            entry = spec_entry(flow.free)
             is_column = [bool(dim) and graph.local[dim[0]] == each.label for dim in flow.use.out_dims]
             parts = tuple(entry if of_columns else FREE for of_columns in is_column)
             if flow.use.data is not None:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from splitjax.cost.convolutions import LocalConvolution
 from splitjax.cost.saved import SavedInput
 from splitjax.cost.transforms import LocalTransform
-from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry
+from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_entry
 from splitjax.planning.sites.dealing import LocalDeal
 from splitjax.planning.sites.exchange import Exchange, WeightUse
 from splitjax.planning.sites.experts import Travel
@@ -159,8 +159,7 @@ class SiteLayout:
 
         def keep(entry: SpecEntry) -> SpecEntry:
             if isinstance(entry, tuple):
-                left = tuple(axis for axis in entry if axis not in manual)
-                return left[0] if len(left) == 1 else left or None
+                return spec_entry([axis for axis in entry if axis not in manual])
             return None if entry in manual else entry
 
         stripped = {

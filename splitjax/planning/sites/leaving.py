@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from splitjax.cost.flow import WeightFlow, feeding, leaves_group
-from splitjax.plan import Constraint, LeafPlan
+from splitjax.plan import Constraint, LeafPlan, spec_entry
 from splitjax.planning.sites.constraints import FREE, example_spec
 from splitjax.trace.graph import Graph
 
@@ -45,7 +45,7 @@ def pin_leaving(
         why = f"columns over {' x '.join(flow.free)} that a replicated layer meets"
         rest = tuple(axis for axis in batch_axes if axis not in flow.free)
         of_columns = {graph.soft[dim[0]] for dim in graph.leaf(flow.use.param).dims if dim}
-        entry = flow.free[0] if len(flow.free) == 1 else flow.free
+        entry = spec_entry(flow.free)
         parts = tuple(
             of_examples if graph.is_example(dim) else entry if dim and graph.soft[dim[0]] in of_columns else FREE
             for dim, of_examples in zip(dims, example_spec(graph, dims, rest) or spec, strict=True)

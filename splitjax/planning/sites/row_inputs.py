@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from splitjax.cost.flow import WeightFlow, feeding
-from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes
+from splitjax.plan import Constraint, LeafPlan, Spec, SpecEntry, spec_axes, spec_entry
 from splitjax.planning.sites.constraints import FREE, contracted_entries
 from splitjax.planning.sites.exchange import Exchange
 from splitjax.planning.sites.scatter import Scatter
@@ -76,8 +76,7 @@ def _pins(graph: Graph, flow: WeightFlow, chain: Sequence[WeightFlow], leaf: Lea
 
 def _among(entry: SpecEntry, axes: Sequence[str]) -> SpecEntry:
     """Returns what a weight's dim has of `axes`, over which it is computed: it may be stored over others besides."""
-    own = tuple(axis for axis in spec_axes((entry,)) if axis in axes)
-    return own[0] if len(own) == 1 else own or None
+    return spec_entry([axis for axis in spec_axes((entry,)) if axis in axes])
 
 
 def with_row_inputs(

@@ -49,12 +49,10 @@ def find_streams(
             for label, uses in of_value.items():
                 merged[label] = uses if label not in merged else merged[label] | uses
         if op.primitive in _ELEMENTWISE and len(known) > 1:
-            for label, head in ((label, min(uses)) for label, uses in merged.items()):
-                for of_value in known:
-                    uses = of_value.get(label, frozenset())
-                    if head not in uses:
-                        for use in uses:
-                            heads[use, label] = min(head, heads.get((use, label), head))
+            for label, together in merged.items():
+                head = min(together)
+                for use in (use for uses in known if head not in (own := uses.get(label, frozenset())) for use in own):
+                    heads[use, label] = min(head, heads.get((use, label), head))
         for value in op.outputs:
             # Not local classes: the operands of a sum may be of two of these.
             labels = {classes.soft(atom) for dim in classes.dims(value, len(flat.shapes[value])) for atom in dim}
