@@ -247,7 +247,7 @@ def flow_of(
 def _meets_examples(links: UseLinks, axes: Axes, split_at: Callable[[int], Split]) -> bool:
     """Tells whether a use's output meets values that have their examples over `axes`, as they come from a replicated
     layer, or one reads them first."""
-    met = [at for at in (links.stream, links.stream_reader, *links.joined_with) if at is not None]
+    met = [at for at in (links.stream, *links.joined_with) if at is not None]
     return any(set(axes).isdisjoint(axis for role in split_at(at) for axis in role) for at in met)
 
 

@@ -36,7 +36,7 @@ class StepStructure:
     - `beside`: by use, the positions of the uses whose producer or consumer it is, and of those that read its columns
       joined with others.
     - `read_alike`: by use, the positions of later uses that read the very same input, of uses whose heads it reads, and
-      of those whose outputs are added to, or joined with, its own, or what made what it reads.
+      of those whose outputs are joined with its own, or added to a residual stream that it reads.
     - `fed_from`: by batch leaf, the positions of the uses that read it.
     - `states_of`: by parameter, the positions of the optimizer state that mirrors it (moments; not factored statistics,
       which are small). `mirrors`: the reverse, by path of such a state.
@@ -137,7 +137,7 @@ class StepStructure:
                     *each.same_value,
                     *(each.heads.readers if each.heads else ()),
                     *(each.compared[1] if each.compared else ()),
-                    *(j for j in (each.stream, each.stream_reader, *each.joined_with) if j is not None and j != i),
+                    *(j for j in (each.stream, *each.joined_with) if j is not None and j != i),
                 )
             ),
             fed_from=_grouped((path, i) for i, each in enumerate(links) for path in each.use.fed_by),

@@ -48,8 +48,8 @@ class UseLinks:
     - `picks`: what sorts the rows that a ragged product reads, and puts back those that it makes.
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
-    - `stream`: the position of the convolution before it whose columns its own are added to, or multiplied with (a
-      residual stream begins there); None for none. `stream_reader`: the consumer of that.
+    - `stream`: the position of the convolution that reads what another one made, where its columns are added to that,
+      or multiplied with it (a residual stream between convolutions); None for none.
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, or
       put in order, if its weight has one dim of these; None elsewhere. `compared`: of the first where they meet rows of
       tables, and the positions of the lookups of these. `joined_with`: the positions of the other uses whose columns
@@ -74,7 +74,6 @@ class UseLinks:
     deals: bool = True
     picks: tuple[Pick, ...] = ()
     stream: int | None = None
-    stream_reader: int | None = None
     joined: Site | None = None
     compared: tuple[Site, tuple[int, ...]] | None = None
     joined_with: tuple[int, ...] = ()
@@ -94,7 +93,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     passes = [_passed(graph, use, own) for use, own in zip(uses, writes, strict=True)]
     consumers = _first_readers([read | passed for read, passed in zip(reads, passes, strict=True)], writes)
     columns = _columns(graph, uses, roles)
-    streams = _streams(graph, uses, roles)
+    streams = _streams(graph, uses, roles, consumers)
     reductions = _reductions(graph, uses, columns)
     heads = dict(find_readers(graph, uses, roles))
     picks = _picks(graph, uses)
@@ -134,7 +133,6 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
                 stream=streams.get(i),
-                stream_reader=consumers[streams[i]] if i in streams else None,
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
                 joined=min((each.site for each in joined if not each.tables), default=None),
                 compared=_compared(uses, joined),
@@ -226,10 +224,14 @@ def _reductions(graph: Graph, uses: Sequence[Use], columns: Sequence[int | None]
     return found
 
 
-def _streams(graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]]) -> dict[int, int]:
-    """Returns by the position of a use that of the earliest one before it whose columns its own meet, where that is a
-    convolution. Those of other layers lie as their readers want them: a search that prices pairs of layers would lose
-    sight of what three make of each other. `roles`: of the weights' dims."""
+def _streams(
+    graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]], consumers: Sequence[int | None]
+) -> dict[int, int]:
+    """Returns by the position of a use that of the first reader of the earliest columns that its own meet, where
+    convolutions made and read these, which have their examples over all devices. Elsewhere columns lie as their readers
+    want them: split layers behind a convolution alone (a ViT's) run in turns, which layers in between would end, and a
+    search that prices pairs of layers would lose sight of what three make of each other. `roles`: of the weights' dims.
+    `consumers`: by position, that of the first reader."""
     at = {use.site: i for i, use in enumerate(uses)}
     pairs = (
         (at[each.site], at[each.head], each.label) for each in graph.streams if {each.site, each.head} <= at.keys()
@@ -238,7 +240,15 @@ def _streams(graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]]) 
         {graph.soft[dim[0]] for dim, own in zip(graph.leaf(use.param).dims, role, strict=True) if own == "free" and dim}
         for use, role in zip(uses, roles, strict=True)
     ]
-    return {i: head for i, head, label in pairs if label in free[i] and uses[head].primitive == _CONVOLUTION}
+    is_convolution = lambda position: position is not None and uses[position].primitive == _CONVOLUTION
+    return {
+        i: reader
+        for i, head, label in pairs
+        if label in free[i]
+        and is_convolution(head)
+        and is_convolution(reader := consumers[head])
+        and reader is not None
+    }
 
 
 def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[Pick]]:
