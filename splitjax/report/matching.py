@@ -22,6 +22,7 @@ from splitjax.primitives.operation import Trait
 from splitjax.primitives.table import OPERATIONS
 from splitjax.report.evidence import HANDED, ROWS, SUMMED, Evidence
 from splitjax.report.groups import OTHER
+from splitjax.report.in_parts import adding_up, dealt
 from splitjax.report.known_step import Step
 from splitjax.report.op_names import is_written_product, primitive
 from splitjax.report.subject import (
@@ -87,6 +88,7 @@ def match(evidence: Sequence[Evidence], collectives: Mapping[int, Collective], s
         for position in _parts(evidence, pairs, planned):
             left.pop(number, None)
             pairs[position] = number, dataclasses.replace(planned, bytes=evidence[position].collective.bytes)
+    _add_reductions_in_parts(pairs, left, evidence, step)
     for fits, cost in _ROUNDS_OF_ACTIVATIONS:
         _add_round(pairs, left, evidence, step, fits, cost)
     return pairs
@@ -110,6 +112,30 @@ def _add_round(
             pairs[position] = best, left.pop(best)
 
 
+def _add_reductions_in_parts(
+    pairs: Pairs, left: dict[int, Collective], evidence: Sequence[Evidence], step: Step
+) -> None:
+    """Adds reductions of split columns that are compiled in parts: those in a loop, say, and those of the turn before
+    it. The layer that reads the values has them, which no planned one is of; so only parts of the same layer and shape
+    that add up to the byte are one."""
+    for number, planned in list(left.items()):
+        alike: dict[tuple[str, tuple[int, ...]], list[int]] = collections.defaultdict(list)
+        for position, compiled in enumerate(evidence):
+            fits = position not in pairs and _is_same_operation(compiled, planned, step)
+            if fits and _is_reduction(compiled, planned, step):
+                alike[compiled.layer, compiled.collective.shape].append(position)
+        for positions in alike.values():
+            positions.sort(key=lambda position: -evidence[position].collective.bytes)
+            parts = adding_up(positions, evidence, planned.bytes)
+            if len(parts) > 1:
+                del left[number]
+                pairs |= {
+                    position: (number, dataclasses.replace(planned, bytes=evidence[position].collective.bytes))
+                    for position in parts
+                }
+                break
+
+
 def _by_scope(evidence: Sequence[Evidence], left: dict[int, Collective]) -> Pairs:
     """Returns the pairs of exchanges that splitjax wrote out: all messages of a parameter realise its planned exchange.
     Takes the planned ones out of `left`."""
@@ -130,20 +156,6 @@ def _by_scope(evidence: Sequence[Evidence], left: dict[int, Collective]) -> Pair
             op = evidence[position].collective.op if wanted == ROWS else part.op
             pairs[position] = number, dataclasses.replace(part, op=op)
     return pairs
-
-
-def dealt(planned: Collective, positions: Sequence[int], evidence: Sequence[Evidence]) -> dict[int, Collective]:
-    """Deals a planned collective out to those at `positions` of `evidence` that realise it together: each is beside its
-    own bytes, and the largest beside what the others leave of the plan's."""
-    if not positions:
-        return {}
-    sizes = {position: evidence[position].collective.bytes for position in positions}
-    largest = max(positions, key=sizes.__getitem__)
-    rest = planned.bytes - sum(size for position, size in sizes.items() if position != largest)
-    return {
-        position: dataclasses.replace(planned, bytes=max(rest, 0) if position == largest else size)
-        for position, size in sizes.items()
-    }
 
 
 def _all(*rules: Fits) -> Fits:
@@ -370,13 +382,5 @@ def _parts(evidence: Sequence[Evidence], paired: Mapping[int, object], planned: 
         )
         if fits:
             by_shape[compiled.collective.shape].append(position)
-    for positions in by_shape.values():
-        parts: list[int] = []
-        missing_bytes = planned.bytes
-        for position in positions:
-            if evidence[position].collective.bytes <= missing_bytes:
-                parts.append(position)
-                missing_bytes -= evidence[position].collective.bytes
-            if not missing_bytes:
-                return tuple(parts)
-    return ()
+    added = (adding_up(positions, evidence, planned.bytes) for positions in by_shape.values())
+    return next(filter(None, added), ())

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.plan import Collective, PartialPlan
 from splitjax.report.evidence import HANDED, SUMMED, Evidence
+from splitjax.report.in_parts import dealt
 from splitjax.report.known_step import Step
-from splitjax.report.matching import about, dealt, match
+from splitjax.report.matching import about, match
 from splitjax.report.shared_sums import Sums, further_axes, gathered_examples, summed_together
 from splitjax.report.subject import GRADIENT, VALUE
 

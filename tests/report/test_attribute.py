@@ -364,6 +364,29 @@ def test_parts_of_a_planned_collective_add_up_to_it():
     assert paired == ((), ()) and len(missing) == 3
 
 
+def test_reductions_of_turns_add_up_to_planned_ones_of_the_layer_before():
+    """A norm behind `dense` sums two statistics: each of the first turn, and in a loop of three more."""
+    planned = Collective("all_reduce", "model", 40, "dense", Purpose(PurposeKind.REDUCED_FEATURES, Phase.FORWARD))
+
+    def sums(sent, layer="norm", trips=1):
+        one = CompiledCollective(
+            op="all_reduce", axis="model", bytes=sent, dtype="float32", shape=(4,), group_size=4, trips=trips
+        )
+        return Evidence(one, "forward", "value", "", "jvp()/reduce_sum", (), layer, "name", None)
+
+    step = types.SimpleNamespace(
+        plan=types.SimpleNamespace(collectives=(planned, planned), mesh=MeshShape((("data", 2), ("model", 4)))),
+        order={"dense": 0, "norm": 1, "other": 2},
+        layers={},
+    )
+    compiled = [sums(10), sums(30, "other", 3), sums(10), sums(30, trips=3), sums(30, trips=3)]
+    paired, missing = pair(compiled, step)
+    assert [sum(one.bytes for one in ones) for ones in paired] == [10, 0, 10, 30, 30]
+    assert missing == () and paired[0][0].purpose == planned.purpose
+    paired, missing = pair([sums(10), sums(30, "other", 3)], step)
+    assert paired == ((), ()) and len(missing) == 2, "parts of different layers are none of one"
+
+
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 @pytest.mark.parametrize("rules", RULES)
 def test_the_plan_s_purposes_are_about_leaves_or_values(name, rules):
