@@ -49,6 +49,7 @@ class Manner:
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
       they send it: where gradients are taken in microbatches. `gathering`: the mesh axes along which workers gather a
       weight that is stored over these, once, before they take gradients; none where they have no such weights.
+      `gathered`: the same by the path of a weight, of those that workers have whole in a loop alone.
     - `sums_statistics`: whether statistics of the batch are those of all examples; else each worker has those of its
       own.
     """
@@ -62,6 +63,7 @@ class Manner:
     drops_barriers: bool = False
     within: Axes = ()
     gathering: Axes = ()
+    gathered: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     sums_statistics: bool = True
 
 
@@ -170,7 +172,7 @@ class Layout:
             widened=widened,
             times=structure.times.get(path, 1),
             within=manner.within,
-            gathering=manner.gathering,
+            gathering=manner.gathering or manner.gathered.get(path, ()),
             times_forward=structure.times_forward.get(path, 1),
             times_back=structure.times_back.get(path, 1),
             sums_apart=manner.sums_apart,

@@ -16,6 +16,7 @@ from splitjax import _compat
 from splitjax.cost.flow import used_axes
 from splitjax.cost.use_links import reads_ids
 from splitjax.errors import BatchError, PlanError, Refusal
+from splitjax.lower.microbatch.looped import Looped, looped
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched
 from splitjax.lower.partial.truncated import OrdinaryBoundary, PartialWays, partial_ways
 from splitjax.lower.products.rebuilding import REBUILD
@@ -50,6 +51,12 @@ class StepWays:
     def sums_within(self) -> Mapping[str, SumWithin]:
         """By parameter, how its gradient is added up within a worker that has a depth of its own."""
         return {} if self.partial is None else self.partial.sums_within
+
+    @property
+    def gathered(self) -> Mapping[str, tuple[str, ...]]:
+        """By parameter, the axes along which workers have it whole in a loop of their own."""
+        inner = (way.inner if isinstance(way, WithRows) else way for way in self.full.values())
+        return {path: axes for way in inner if isinstance(way, Looped) for path, axes in way.gathered.items()}
 
 
 def choose_ways(step: DecidedStep, jaxpr: _compat.ClosedJaxpr, choices: BoundaryChoices) -> StepWays:
@@ -104,9 +111,12 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
     if graph.num_examples is None:
         return Whole()
     workers, why = workers_of(plan, apart=pulled), ""
-    is_recurrent = _has_recurrence(graph, site)
-    gathering = workers_of(plan, gathers=True, apart=pulled) if is_recurrent else workers
+    recurrent = _recurrent_layers(graph) if _has_recurrence(graph, site) else frozenset[str]()
+    gathering = workers_of(plan, gathers=True, apart=pulled) if recurrent else workers
     if gathering != workers:
+        alone = looped(step, eqn, site, gathering, recurrent) if number in (None, 1) else None
+        if alone is not None:
+            return alone
         own, others = _stored_bytes(step, site)
         if own >= others:
             workers = gathering
@@ -120,11 +130,12 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
         if not isinstance(loop, Microbatched):
             return loop
         return dataclasses.replace(loop, why="; ".join(part for part in (loop.why, why) if part))
-    if workers.num_workers == 1 or not is_recurrent:
+    if workers.num_workers == 1 or not recurrent:
         return Whole(why)
     once = microbatched(step, eqn, site, 1, workers)
-    if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration
-        return Whole(f"gradients of its recurrence are exchanged at every turn: {once.message}")
+    if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration of other loops
+        alone = looped(step, eqn, site, workers, recurrent)
+        return alone or Whole(f"gradients of its recurrence are exchanged at every turn: {once.message}")
     if isinstance(once, Microbatched):
         return dataclasses.replace(once, why=why or "gradients of its recurrence are exchanged once, behind it")
     return once

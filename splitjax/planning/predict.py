@@ -193,6 +193,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         drops_barriers=cpu and CPU_DROPS_BARRIERS,
         within=within,
         gathering=within if gathers else (),
+        gathered={} if draft.ways is None else draft.ways.gathered,
         sums_statistics=draft.partial is None,
     )
     return predict_step(step, manner)

@@ -137,6 +137,12 @@ class StepWays(Protocol):
         nothing elsewhere."""
         ...
 
+    @property
+    def gathered(self) -> Mapping[str, tuple[str, ...]]:
+        """Returns by parameter the axes along which workers have it whole in a loop of their own, where it is stored
+        over these."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BoundaryChoices:

@@ -99,15 +99,22 @@ class Accumulation:
     share: int | None = None
 
 
-def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Refusal | None:
-    """Analyses a boundary that is to run in a loop over microbatches.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Analysed:
+    """Holds a boundary's forward, traced with the whole batch and with part of it, as a single `program`, with the
+    numbers of examples (`batch`) and the relation of every value to the examples (`analysis`)."""
 
-    Returns None where it needs no loop: no operand holds examples, or the loss does not depend on what is
-    differentiated. `params`: the boundary equation's parameters, traced with the whole batch; `loop`: how its batch is
-    cut.
+    program: PairedProgram
+    batch: Batch
+    analysis: BodyAnalysis
 
-    Returns a refusal for a loss that cannot be accumulated."""
-    num_microbatches, workers, islands, share = loop.num_microbatches, loop.workers, loop.islands, loop.share
+
+def analyse(params: dict[str, Any], loop: Accumulation) -> Analysed | Refusal | None:
+    """Finds how every value of a boundary's forward relates to the examples: arguments are as for `prepare`.
+
+    Returns None where no operand holds examples, and a refusal where the two traces are no single program, or the batch
+    does not divide."""
+    num_microbatches, workers, share = loop.num_microbatches, loop.workers, loop.share
     boundary = boundary_of(params)
     program = pair(boundary.forward, loop.local_forward, boundary.label)
     if isinstance(program, Refusal):
@@ -129,6 +136,23 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Re
     batch = Batch(*sizes, run)
     apart = boundary.microbatches not in (None, 1)
     analysis = classify(program, program.body, _operand_infos(program, boundary, batch), batch, apart)
+    return Analysed(program, batch, analysis)
+
+
+def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Refusal | None:
+    """Analyses a boundary that is to run in a loop over microbatches.
+
+    Returns None where it needs no loop: no operand holds examples, or the loss does not depend on what is
+    differentiated. `params`: the boundary equation's parameters, traced with the whole batch; `loop`: how its batch is
+    cut.
+
+    Returns a refusal for a loss that cannot be accumulated."""
+    num_microbatches, workers, islands, share = loop.num_microbatches, loop.workers, loop.islands, loop.share
+    boundary = boundary_of(params)
+    analysed = analyse(params, loop)
+    if analysed is None or isinstance(analysed, Refusal):
+        return analysed
+    program, batch, analysis = analysed.program, analysed.batch, analysed.analysis
     refusal = _no_sum(analysis, boundary, num_microbatches)
     if refusal is not None:
         return refusal
@@ -140,7 +164,7 @@ def prepare(params: dict[str, Any], loop: Accumulation) -> PreparedBoundary | Re
         local, finer = pair(boundary.forward, islands.forward, boundary.label), workers.divided(islands.axes)
         if isinstance(local, Refusal):
             return local
-        run = share // workers.mesh.size(islands.axes) if share else _run_examples(sizes[0], num_microbatches, finer)
+        run = share // workers.mesh.size(islands.axes) if share else _run_examples(batch.whole, num_microbatches, finer)
         local_sizes = _sizes(local, loop.example_dims, boundary)
         if isinstance(local_sizes, Refusal):
             return local_sizes

@@ -21,6 +21,7 @@ from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
 from splitjax.lower.products.local_deal import evaluate_deal
 from splitjax.lower.products.local_kernel import evaluate_grid, evaluate_kernel
+from splitjax.lower.products.local_loop import evaluate_loop
 from splitjax.lower.products.local_transform import evaluate_transform
 from splitjax.lower.products.local_turns import evaluate_turns
 from splitjax.lower.products.rebuilding import REBUILD
@@ -253,6 +254,11 @@ def _equation(
         if hooks is not None and hooks.boundary is not None:
             return hooks.boundary(eqn, values, site, forward)
         return expand(eqn.params, values, forward)
+    loop = layout.sites.loops.get(site)
+    if loop is not None and not layout.where.here().manual:
+        own = dataclasses.replace(layout, sites=dataclasses.replace(layout.sites, loops={})).without(loop.axes)
+        alone = lambda parts: _equation(own, loop.eqn, parts, site, hooks, {})
+        return evaluate_loop(loop, values, layout.where.here(), alone)
     kind = _REBUILT.get(eqn.primitive.name)
     if kind is not None and (site in layout.sites.inside or site in layout.sites.saved or holds_boundary(eqn)):
         inner = dataclasses.replace(layout, rematerialised=True) if kind is CallKind.REMAT else layout

@@ -22,6 +22,7 @@ from splitjax.planning.sites.dealing import LocalDeal
 from splitjax.planning.sites.exchange import Exchange, WeightUse
 from splitjax.planning.sites.experts import Travel
 from splitjax.planning.sites.kernels import LocalKernel
+from splitjax.planning.sites.loops import LocalLoop
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.planning.sites.scatter import Scatter
 from splitjax.planning.sites.spreads import Summed
@@ -81,6 +82,7 @@ class SiteLayout:
     - `turns`: reshapes that cut the batch into turns of a loop, whose examples devices exchange.
     - `travels`: products whose tokens travel to their experts, inside of boundaries.
     - `saved`: what rematerialised calls read that is kept in parts for the backward pass.
+    - `loops`: those that workers run on their own examples, inside of boundaries.
     """
 
     by_site: Mapping[Site, tuple[Constraint, ...]] = dataclasses.field(default_factory=dict)
@@ -99,6 +101,7 @@ class SiteLayout:
     turns: Mapping[Site, LocalTurns] = dataclasses.field(default_factory=dict)
     travels: Mapping[Site, Travel] = dataclasses.field(default_factory=dict)
     saved: Mapping[Site, tuple[SavedInput, ...]] = dataclasses.field(default_factory=dict)
+    loops: Mapping[Site, LocalLoop] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def decided(self) -> frozenset[Site]:
@@ -148,6 +151,11 @@ class SiteLayout:
             travels={travel.site: travel for travel in decided.travels},
             saved={site: tuple(here) for site, here in saved.items()},
         )
+
+    def with_loops(self, loops: Sequence[LocalLoop]) -> SiteLayout:
+        """Returns the same layout with `loops` that workers run on their own examples."""
+        around = {loop.site[:depth] for loop in loops for depth in range(1, len(loop.site))}
+        return dataclasses.replace(self, loops={loop.site: loop for loop in loops}, inside=self.inside | around)
 
     def saved_over(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `axes`, in their order, over which something is kept in parts for the backward pass."""
