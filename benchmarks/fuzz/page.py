@@ -16,7 +16,8 @@ _NOTES = (
     "*Kept* are inputs that showed a defect once, mended since (`benchmarks/fuzz/corpus`); they are tried first.",
     "*Memory* is the peak of what Python's and numpy's allocators are asked for while an input is read, beside the",
     "length of the input times the factor; of a packed one what it unpacks to counts, bounded itself to 4 MiB and",
-    "200 times its size. It is measured for a fourth of the inputs, and all that are kept. A process has 3 GiB above",
+    "200 times its size. It is measured for a fourth of the inputs, and all that are kept, and once more for an input",
+    "that takes too much: an import, or a table of Python's own that grows, is no input's. A process has 3 GiB above",
     "what it begins with. Most inputs are at most four times as long as the longest valid document that the search",
     "begins with, or 4 KiB; one in fifty may have 32 KiB.",
 )

@@ -11,7 +11,8 @@ import tomllib
 from typing import Any
 
 MAX_DEPTH: int = 64
-_PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+# A search begins at no letter within a word: it would read the rest of a long one anew from each.
+_PART = r"""(?:(?<![A-Za-z0-9_-])[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY = re.compile(rf"{_PART}(?:[ \t]*\.[ \t]*{_PART}){{{MAX_DEPTH}}}")
 
 

@@ -79,6 +79,12 @@ def test_defects_are_noticed(read, kind, tmp_path):
     assert (found[0] is None) == (read is untyped)
 
 
+def test_memory_that_is_taken_once_is_no_input_s(tmp_path):
+    kept = []
+    parser = toy(lambda path: kept or kept.append(bytes(4 << 20)))
+    assert try_input(parser, b"seed", tmp_path, measured=True) is None and kept
+
+
 @pytest.mark.parametrize("flags", [0, 0x40])  # zlib refuses the second, Python's gzip reads on
 def test_what_an_input_unpacks_to_may_be_kept_in_memory(flags):
     member = bytearray(gzip.compress(bytes(100_000)))

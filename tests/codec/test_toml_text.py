@@ -22,6 +22,8 @@ from splitjax.codec.toml_text import MAX_DEPTH, parse_toml
         ("x = " + "9" * 5000, "digits"),
         ("x = [0x" + "f" * 9000 + "]", "64 bits"),
         ("x = 1\nx = 2", "overwrite"),
+        ("." * MAX_DEPTH + "A" * 30_000, "statement"),
+        ("." * MAX_DEPTH + "\"'" * 15_000, "statement"),
     ],
 )
 def test_what_is_deep_or_long_is_an_error_at_once(text, why):

@@ -110,31 +110,25 @@ def _local(
 ) -> LocalLoop | None:
     """Describes the loop `node`, of which `known` is known; None where it mixes examples. `leaves`: the layouts of
     parameters, by the values that they are."""
-    dims = [_example_dim(info) for info in (*known.operands, *known.outcome.infos)]
-    if not known.plain or any(dim is None for dim in dims):
+    relations = (*known.operands, *known.outcome.infos)
+    if not known.plain or not all(map(_is_apart, relations)):
         return None
-    of_each = [None if dim is _NO_EXAMPLES else dim for dim in dims]
+    dims = tuple(None if info.layout is None else info.layout.dim for info in relations)
     num_operands = len(known.operands)
     made_by = {v: one for one in analysed.analysis.body.nodes for v in one.outputs}
     return LocalLoop(
         node.site,
         node.part,
         workers.axes,
-        tuple(of_each[:num_operands]),
-        tuple(of_each[num_operands:]),
+        dims[:num_operands],
+        dims[num_operands:],
         tuple(_stored(ref, leaves, made_by, workers) for ref in node.inputs),
     )
 
 
-_NO_EXAMPLES = -1
-
-
-def _example_dim(info: Info) -> int | None:
-    """Returns the dim that holds examples, one after the other, `_NO_EXAMPLES` for what is the same for all; None for
-    anything else."""
-    if info.kind == SAME:
-        return _NO_EXAMPLES
-    return info.required_layout.dim if info.kind == EXAMPLES and info.required_layout.major == 1 else None
+def _is_apart(info: Info) -> bool:
+    """Tells whether a value is the same for all examples, or holds them one after the other."""
+    return info.kind == SAME or (info.kind == EXAMPLES and info.required_layout.major == 1)
 
 
 def _leaves(step: DecidedStep, eqn: Any, site: Site, analysed: Analysed) -> dict[int, LeafPlan]:
