@@ -272,7 +272,7 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
         "step", "limit (GB)", "memory, ours (GB)", "memory, by hand (GB)", "memory, ours / by hand",
         "sent, ours, limited / not", "sent, by hand, limited / not",
     )  # fmt: skip
-    lines += ["## Beside programs by hand, where memory is limited", "", *table(titles, map(_limited_row, cases)), ""]
+    lines += ["## Where memory is limited", "", *table(titles, map(_limited_row, cases)), ""]
     titles = (
         "step", "program", "arguments (GB)", "temporary (GB)", "results (GB)", "peak (GB)", "peak, planned (GB)",
     )  # fmt: skip
