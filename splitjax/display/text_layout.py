@@ -6,6 +6,7 @@ their cell, and a table with more columns than fit is continued below itself wit
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 import shutil
@@ -224,7 +225,12 @@ def _pages(positions: Sequence[int], least: Sequence[int], width: int, num_names
 
 def _widths(natural: Sequence[int], least: Sequence[int], width: int) -> list[int]:
     """Widths of columns between `least` and `natural` that fill `width` together: the widest give way first."""
-    widths = list(natural)
+
+    def below(level: int) -> list[int]:
+        return [min(now, max(low, level)) for now, low in zip(natural, least, strict=True)]
+
+    # All that are wider than some level come down to it before any goes below it: the loop has a step a column left.
+    widths = below(bisect.bisect_left(range(max(natural, default=0)), width, key=lambda level: _total(below(level))))
     while _total(widths) > width:
         movable = [position for position, now in enumerate(widths) if now > least[position]]
         if not movable:

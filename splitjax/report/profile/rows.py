@@ -6,6 +6,7 @@ A `Profile` goes in; titles, rows and remarks come out that say nothing of how t
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def tensor_rows(profile: Profile) -> tuple[tuple[str, ...], ...]:
     full = full if len(full) > _MAX_FULL else []
     told = set(map(id, full))
     paths = [tensor.path for tensor in profile.tensors]
-    several = {path for path in paths if paths.count(path) > 1}
+    several = {path for path, times in collections.Counter(paths).items() if times > 1}
     folded: dict[tuple[str, ...], list[str]] = {}
     shown = [tensor for tensor in profile.tensors if id(tensor) not in told]
     for tensor in sorted(shown, key=lambda tensor: not tensor.is_table):
@@ -124,5 +125,5 @@ def _cells(profile: Profile, tensor: TensorProfile) -> tuple[str, ...]:
     overlap = ratio_text(mean.overlap) if profile.num_workers > 1 else ""
     return (
         share_text(mean.density), "" if rows is None else share_text(rows), overlap, ratio_text(mean.skewness),
-        *(ratio_text(densified[m]) for m in _sums(profile)),
+        *(ratio_text(densified[m]) if m in densified else "" for m in _sums(profile)),
     )  # fmt: skip
