@@ -250,10 +250,10 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
 
 
 def _reads_turn(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
-    """Tells whether a use in a loop reads columns that another one gave, in the same turn or before the loop, where
-    examples do not cross: as states are, these are kept in parts from the forward loop to the backward one."""
+    """Tells whether a use in a loop reads columns that another one gave, in the same turn or before, where examples do
+    not cross: as states are, these are kept in parts from the forward loop to the backward one."""
     source = None if flow.crossing or flow.use.trips == 1 else feeding(flow.producer, flow.free, chain)
-    return source is not None and not set(source.free).isdisjoint(flow.free) and source.use.trips in (1, flow.use.trips)
+    return source is not None and not set(source.free).isdisjoint(flow.free)
 
 
 def _enter_row(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape) -> Iterator[Event]:

@@ -104,6 +104,24 @@ def test_a_cell_above_another_one_in_its_loop_reads_no_state_of_its_own_there(ru
     assert {one.layer.rpartition("/")[2][0] for one in states(plan)} == {"h"}
 
 
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_columns_from_before_a_loop_are_gathered_in_it_as_planned(every):
+    """A split layer gives them, or another loop: of as many turns, or of twice as many."""
+
+    class Behind(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(VOCAB, WIDTH, param_dtype=jnp.float64)(tokens)
+            if every is None:
+                x = nn.Dense(HIDDEN, param_dtype=jnp.float64)(x)
+            else:
+                x = nn.RNN(nn.GRUCell(HIDDEN, param_dtype=jnp.float64))(x)[:, ::every]
+            x = nn.RNN(nn.GRUCell(HIDDEN, param_dtype=jnp.float64))(x)
+            return jnp.repeat(nn.Dense(VOCAB, param_dtype=jnp.float64)(x), every or 1, axis=1)
+
+    checked(Behind(), "megatron")
+
+
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(
     ("rules", "mesh"),
