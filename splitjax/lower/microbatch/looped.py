@@ -33,7 +33,7 @@ _WHY = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Looped(Whole):
     """Evaluates a boundary with all examples at once, but some loops in it on each worker's own.
 
