@@ -48,6 +48,8 @@ class PurposeKind(enum.StrEnum):
     RETURN_ROWS = "return_rows"  # takes the cotangents of what came by `ENTER_ROWS` back
     LEAVE_COLUMNS = "leave_columns"  # takes the outputs of a column-split layer to the workers whose examples they are
     COTANGENTS_TO_COLUMNS = "cotangents_to_columns"  # takes the cotangents of `LEAVE_COLUMNS` back
+    STREAM_TO_COLUMNS = "stream_to_columns"  # gives workers' examples for columns, which a split layer's output meets
+    STREAM_COTANGENT = "stream_cotangent"  # takes the cotangents of `STREAM_TO_COLUMNS` back
     LEAVE_ROWS = "leave_rows"  # sums partial outputs of a row-split layer, onto the workers whose examples they are
     COTANGENTS_TO_ROWS = "cotangents_to_rows"  # takes the cotangents of `LEAVE_ROWS` back
 
@@ -100,6 +102,8 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.RETURN_ROWS: "{phase}: input cotangents return from a row-split layer",
     PurposeKind.LEAVE_COLUMNS: "{phase}: column-split outputs return to their workers",
     PurposeKind.COTANGENTS_TO_COLUMNS: "{phase}: output cotangents enter a column-split layer",
+    PurposeKind.STREAM_TO_COLUMNS: "{phase}: what a split layer's output is added to becomes columns",
+    PurposeKind.STREAM_COTANGENT: "{phase}: cotangents of what a split layer's output was added to return",
     PurposeKind.LEAVE_ROWS: "{phase}: partial outputs of a row-split layer, summed onto their workers",
     PurposeKind.COTANGENTS_TO_ROWS: "{phase}: the group's output cotangents enter a row-split layer",
     PurposeKind.WHOLE_FEATURES: "{phase}: whole features of the column-split output of {source}",

@@ -39,6 +39,7 @@ from splitjax.cost.flow import (
     Setting,
     Sorting,
     WeightFlow,
+    brought,
     feeding,
     has_group,
     leaves_group,
@@ -186,6 +187,7 @@ def _activations(
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
     leaving = (*leaving, *_leave_shared(flow))
     yield from _sent_as((*leaving, *again(leaving, use.repeated)), use.out_dtype, widens)
+    yield from _sent_as(_meet(flow, chain), use.out_dtype, widens)
     for sorting in flow.sorting:
         events = [event for event in _sort(sorting) if event[-1].phase == Phase.FORWARD or sorting.pick.is_learned]
         yield from _sent_as((*events, *again(events, sorting.pick.repeated)), sorting.pick.dtype, widens)
@@ -298,6 +300,15 @@ def _leave_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
         yield "all_to_all", axes, flow.out_share_bytes, on_backward(Kind.COTANGENTS_TO_COLUMNS)
     elif axes and not flow.crossing and flow.consumer is not None and not linked(flow.consumer, axes, chain):
         yield "all_gather", axes, flow.out_group_bytes // mesh.size(_dealt_over(flow)), on_forward(Kind.WHOLE_OUTPUT)
+
+
+def _meet(flow: WeightFlow, chain: Sequence[WeightFlow]) -> Iterator[Event]:
+    """Yields what takes a residual stream, which comes from a replicated layer, to the columns of the first split use
+    that is added to it."""
+    met = brought(flow, chain)
+    if met is not None:
+        yield "all_to_all", flow.free, met.num_bytes, on_forward(Kind.STREAM_TO_COLUMNS)
+        yield "all_to_all", flow.free, met.num_bytes, on_backward(Kind.STREAM_COTANGENT)
 
 
 def _dealt_over(flow: WeightFlow) -> Axes:

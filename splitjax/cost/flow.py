@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from splitjax.cost.heads import HeadReaders, SharedHeads
-from splitjax.cost.use_links import UseLinks, link_uses, num_bytes
+from splitjax.cost.use_links import Met, UseLinks, link_uses, num_bytes
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
 from splitjax.primitives.walk import Site
@@ -64,6 +64,9 @@ class WeightFlow:
     - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
       where no gradient boundary holds it: XLA decides there what each device computes.
     - `joins`: the positions of the uses whose columns are parts of a joined dim that it reads.
+    - `brings`: what its columns meet that a replicated layer made, whose examples lie as such layers have them, with
+      the bytes of a worker's share; None for nothing. Ask `brought`, which knows whether the columns are left where
+      they are.
     - `meets_examples`: whether its output is added to, or joined with, values whose examples lie as replicated layers
       have them (`leaves_group`).
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, or
@@ -93,6 +96,7 @@ class WeightFlow:
     sorting: tuple[Sorting, ...] = ()
     joins: tuple[int, ...] = ()
     meets_examples: bool = False
+    brings: Met | None = None
     joined: Site | None = None
 
     @property
@@ -104,7 +108,8 @@ class WeightFlow:
     def by_layout(self) -> Hashable:
         """What a layout decides about it: two flows of one use that have it equal are equal."""
         split = self.contracted, self.free, self.stacked
-        return split, self.same_input, self.at_hand, self.shared, self.sorting, self.meets_examples, self.joined
+        meets = self.meets_examples, self.brings, self.joined
+        return split, self.same_input, self.at_hand, self.shared, self.sorting, meets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +245,9 @@ def flow_of(
         shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
         joins=links.joins,
         meets_examples=meets_examples,
+        brings=_brought(links.met, own, split_at, num_workers)
+        if crossing and free and use.in_boundary and not (contracted or stacked or meets_examples or joined)
+        else None,
         joined=joined,
     )
 
@@ -249,6 +257,14 @@ def _meets_examples(links: UseLinks, axes: Axes, split_at: Callable[[int], Split
     layer, or one reads them first."""
     met = [at for at in (links.stream, *links.joined_with) if at is not None]
     return any(set(axes).isdisjoint(axis for role in split_at(at) for axis in role) for at in met)
+
+
+def _brought(met: Met | None, axes: Axes, split_at: Callable[[int], Split], num_workers: int) -> Met | None:
+    """Returns what a use's columns meet, if it comes from a layer that has its examples over these `axes`, with the
+    bytes of a worker's share; None otherwise."""
+    if met is None or not set(axes).isdisjoint(axis for role in split_at(met.head) for axis in role):
+        return None
+    return dataclasses.replace(met, num_bytes=met.num_bytes // num_workers)
 
 
 def _sortings(links: UseLinks, own: Axes, planned: Mapping[str, LeafPlan], setting: Setting) -> Iterator[Sorting]:
@@ -343,6 +359,12 @@ def leaves_group(flow: WeightFlow, chain: Sequence[WeightFlow]) -> bool:
         return False
     is_read_whole = flow.consumer is not None and linked(flow.consumer, axes, chain) is None
     return is_read_whole or flow.meets_examples
+
+
+def brought(flow: WeightFlow, chain: Sequence[WeightFlow]) -> Met | None:
+    """Returns what the columns of a use meet and what becomes columns there, as it was made by a replicated layer; None
+    where there is nothing, or the columns leave their group before."""
+    return None if flow.brings is None or leaves_group(flow, chain) else flow.brings
 
 
 def stays_dealt(position: int | None, axes: Axes, chain: Sequence[WeightFlow]) -> bool:

@@ -36,7 +36,7 @@ class StepStructure:
     - `beside`: by use, the positions of the uses whose producer or consumer it is, and of those that read its columns
       joined with others.
     - `read_alike`: by use, the positions of later uses that read the very same input, of uses whose heads it reads, and
-      of those whose outputs are joined with its own, or added to a residual stream that it reads.
+      of those whose outputs are joined with its own, added to a residual stream that it reads, or meet what it made.
     - `fed_from`: by batch leaf, the positions of the uses that read it.
     - `states_of`: by parameter, the positions of the optimizer state that mirrors it (moments; not factored statistics,
       which are small). `mirrors`: the reverse, by path of such a state.
@@ -138,6 +138,7 @@ class StepStructure:
                     *(each.heads.readers if each.heads else ()),
                     *(each.compared[1] if each.compared else ()),
                     *(j for j in (each.stream, *each.joined_with) if j is not None and j != i),
+                    *((each.met.head,) if each.met else ()),
                 )
             ),
             fed_from=_grouped((path, i) for i, each in enumerate(links) for path in each.use.fed_by),

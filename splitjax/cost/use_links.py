@@ -22,11 +22,30 @@ from splitjax.primitives.walk import Site
 from splitjax.trace.activations.joined import Joined
 from splitjax.trace.activations.picks import Pick
 from splitjax.trace.activations.reductions import Reduction
-from splitjax.trace.graph import Graph, Leaf, Use
+from splitjax.trace.graph import Dim, Graph, Leaf, Use
 
 # Products of rows with the matrix of their group: XLA makes no parts of them, so no token travels to its expert.
 RAGGED = "ragged_dot_general"
 _CONVOLUTION = "conv_general_dilated"
+
+
+@dataclasses.dataclass(frozen=True)
+class Met:
+    """Says what the columns of a use meet that were made before it, element by element: a residual stream that it is
+    the first to be added to.
+
+    - `head`: the position of the use that made the earliest part of that.
+    - `site`, `operand`: the operation, and which of its operands that is. `dims`: of the operand. `num_bytes`: of it,
+      for the whole batch and all repetitions.
+    - `label`: the soft label of the columns.
+    """
+
+    head: int
+    site: Site
+    operand: int
+    dims: tuple[Dim, ...]
+    label: int
+    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +68,8 @@ class UseLinks:
     - `deals`: whether tokens can be dealt out to the devices of their experts: in a gradient boundary, and where no
       gradient is taken, but for ragged products. A backward pass that plain JAX traced would gather them.
     - `stream`: the position of the convolution that reads what another one made, where its columns are added to that,
-      or multiplied with it (a residual stream between convolutions); None for none.
+      or multiplied with it (a residual stream between convolutions); None for none. `met`: what its columns meet
+      elsewhere; None where they meet nothing, or are not the first to meet it.
     - `joined`: the site of the first operation that reads its columns where they are concatenated with other values, or
       put in order, if its weight has one dim of these; None elsewhere. `compared`: of the first where they meet rows of
       tables, and the positions of the lookups of these. `joined_with`: the positions of the other uses whose columns
@@ -74,6 +94,7 @@ class UseLinks:
     deals: bool = True
     picks: tuple[Pick, ...] = ()
     stream: int | None = None
+    met: Met | None = None
     joined: Site | None = None
     compared: tuple[Site, tuple[int, ...]] | None = None
     joined_with: tuple[int, ...] = ()
@@ -93,7 +114,12 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
     passes = [_passed(graph, use, own) for use, own in zip(uses, writes, strict=True)]
     consumers = _first_readers([read | passed for read, passed in zip(reads, passes, strict=True)], writes)
     columns = _columns(graph, uses, roles)
-    streams = _streams(graph, uses, roles, consumers)
+    free = [
+        {graph.soft[dim[0]] for dim, own in zip(graph.leaf(use.param).dims, role, strict=True) if own == "free" and dim}
+        for use, role in zip(uses, roles, strict=True)
+    ]
+    streams = _streams(graph, uses, free, consumers)
+    met = _met(graph, uses, free, streams)
     reductions = _reductions(graph, uses, columns)
     heads = dict(find_readers(graph, uses, roles))
     picks = _picks(graph, uses)
@@ -133,6 +159,7 @@ def link_uses(graph: Graph) -> tuple[UseLinks, ...]:
                 heads=heads.get(i),
                 picks=tuple(picks.get(i, ())),
                 stream=streams.get(i),
+                met=met.get(i),
                 deals=use.primitive != RAGGED and (use.in_boundary or use.param not in derived),
                 joined=min((each.site for each in joined if not each.tables), default=None),
                 compared=_compared(uses, joined),
@@ -225,21 +252,17 @@ def _reductions(graph: Graph, uses: Sequence[Use], columns: Sequence[int | None]
 
 
 def _streams(
-    graph: Graph, uses: Sequence[Use], roles: Sequence[Sequence[str]], consumers: Sequence[int | None]
+    graph: Graph, uses: Sequence[Use], free: Sequence[Container[int]], consumers: Sequence[int | None]
 ) -> dict[int, int]:
     """Returns by the position of a use that of the first reader of the earliest columns that its own meet, where
     convolutions made and read these, which have their examples over all devices. Elsewhere columns lie as their readers
     want them: split layers behind a convolution alone (a ViT's) run in turns, which layers in between would end, and a
-    search that prices pairs of layers would lose sight of what three make of each other. `roles`: of the weights' dims.
-    `consumers`: by position, that of the first reader."""
+    search that prices pairs of layers would lose sight of what three make of each other. `free`: by position, the soft
+    labels of a use's columns. `consumers`: by position, that of the first reader."""
     at = {use.site: i for i, use in enumerate(uses)}
     pairs = (
         (at[each.site], at[each.head], each.label) for each in graph.streams if {each.site, each.head} <= at.keys()
     )
-    free = [
-        {graph.soft[dim[0]] for dim, own in zip(graph.leaf(use.param).dims, role, strict=True) if own == "free" and dim}
-        for use, role in zip(uses, roles, strict=True)
-    ]
     is_convolution = lambda position: position is not None and uses[position].primitive == _CONVOLUTION
     return {
         i: reader
@@ -249,6 +272,28 @@ def _streams(
         and is_convolution(reader := consumers[head])
         and reader is not None
     }
+
+
+def _met(graph: Graph, uses: Sequence[Use], free: Sequence[Container[int]], streams: Container[int]) -> dict[int, Met]:
+    """Returns by position what the columns of a use meet that an earlier one made, for the first that meets these: so
+    that two layers alone decide what is sent. Where both run equally often, and the examples are in what is met.
+    `free`: by position, the soft labels of a use's columns. `streams`: the positions of uses of which it is known
+    otherwise."""
+    at = {use.site: i for i, use in enumerate(uses)}
+    found: dict[int, Met] = {}
+    heads = set[tuple[int, int]]()
+    for stream in graph.streams:
+        i, head = at.get(stream.site), at.get(stream.head)
+        if i is None or head is None or stream.label not in free[i] or (head, stream.label) in heads:
+            continue
+        heads.add((head, stream.label))
+        site, operand, dims = stream.met
+        if i in streams or uses[head].trips != uses[i].trips or not any(graph.is_example(dim) for dim in dims):
+            continue
+        size = math.prod(graph.atom_sizes[atom] for dim in dims for atom in dim)
+        num = size * np.dtype(uses[head].out_dtype).itemsize * uses[i].trips
+        found.setdefault(i, Met(head, site, operand, dims, stream.label, num))
+    return found
 
 
 def _picks(graph: Graph, uses: Sequence[Use]) -> dict[int, list[Pick]]:

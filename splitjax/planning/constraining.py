@@ -27,6 +27,7 @@ from splitjax.planning.sites.kernels import derive_kernels, kernel_notes
 from splitjax.planning.sites.layout import SiteDecisions, SiteLayout
 from splitjax.planning.sites.leaving import pin_leaving
 from splitjax.planning.sites.manual import manual_notes
+from splitjax.planning.sites.meeting import pin_met
 from splitjax.planning.sites.ragged import ragged_notes
 from splitjax.planning.sites.remedies import (
     apply_remedies,
@@ -93,6 +94,7 @@ def constrain(draft: Draft) -> Draft:
             *row_inputs,
             *pin_joined_outputs(graph, chain),
             *leaving,
+            *pin_met(graph, chain, layout.batch_axes),
             *pin_shared_heads(graph, chain, layout.batch_axes),
             *pin_gradients(graph, layout.leaves, sharded),
         ),

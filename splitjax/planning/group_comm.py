@@ -19,6 +19,7 @@ from splitjax.errors import BatchError, PlanError, Refusal
 from splitjax.plan import Memory
 from splitjax.planning.draft import Draft
 from splitjax.planning.predict import memory_of
+from splitjax.planning.sites.meeting import pin_met_in_turns
 from splitjax.planning.ways import Ways
 
 WORTHWHILE = 0.1  # of the predicted peak
@@ -32,8 +33,19 @@ def cross(draft: Draft) -> Draft:
     pinned = draft.request.pinned
     requested = draft.request.group_comm if pinned is None else pinned.group_comm
     return choose(
-        requested, draft, lambda kind: draft.chooser.in_turns(kind, draft.decided_step, draft.traced.jaxpr), memory_of
+        requested,
+        draft,
+        lambda kind: draft.chooser.in_turns(kind, _by(kind, draft).decided_step, draft.traced.jaxpr),
+        memory_of,
     )
+
+
+def _by(kind: str, draft: Draft) -> Draft:
+    """Returns a draft as it is with a `kind` of group communication, but for its boundaries."""
+    sites = draft.sites
+    if kind == "modulo" and sites is not None:
+        sites = sites.with_first(pin_met_in_turns(draft.graph, draft.flows, draft.layout.batch_axes))
+    return dataclasses.replace(draft, group_comm=kind, sites=sites)
 
 
 def choose(
@@ -71,7 +83,7 @@ def choose(
         note = f"group communication: no examples cross into a split layer, so {requested} has nothing to do"
         return draft.noting(note) if asked and draft.shape.num_devices > 1 else draft
     kind = requested if asked else "modulo"
-    candidate = dataclasses.replace(draft, group_comm=kind)
+    candidate = _by(kind, draft)
     if not asked and not lower_enough(summed(draft), summed(candidate)):
         return draft
     ways = in_turns(kind)

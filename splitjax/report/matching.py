@@ -63,6 +63,7 @@ _WRITTEN_OUT: Mapping[str, str] = {ROWS: ROWS, GRADIENT: SUMMED, HANDED: HANDED}
 _OF_HEADS = frozenset({PurposeKind.SHARED_HEADS, PurposeKind.WHOLE_HEADS})
 # Exchanges of activations that are not those of a product's operands and results, and have rounds of their own.
 _NAMELESS = _OF_HEADS | {PurposeKind.REDUCED_FEATURES, PurposeKind.STATISTIC_COTANGENT}
+_OF_STREAMS = frozenset({PurposeKind.STREAM_TO_COLUMNS, PurposeKind.STREAM_COTANGENT})
 # Layers further away than this are no neighbours.
 _NEAR = 2
 
@@ -88,7 +89,7 @@ def match(evidence: Sequence[Evidence], collectives: Mapping[int, Collective], s
         for position in _parts(evidence, pairs, planned):
             left.pop(number, None)
             pairs[position] = number, dataclasses.replace(planned, bytes=evidence[position].collective.bytes)
-    _add_reductions_in_parts(pairs, left, evidence, step)
+    _add_in_parts(pairs, left, evidence, step)
     for fits, cost in _ROUNDS_OF_ACTIVATIONS:
         _add_round(pairs, left, evidence, step, fits, cost)
     return pairs
@@ -112,17 +113,15 @@ def _add_round(
             pairs[position] = best, left.pop(best)
 
 
-def _add_reductions_in_parts(
-    pairs: Pairs, left: dict[int, Collective], evidence: Sequence[Evidence], step: Step
-) -> None:
-    """Adds reductions of split columns that are compiled in parts: those in a loop, say, and those of the turn before
-    it. The layer that reads the values has them, which no planned one is of; so only parts of the same layer and shape
-    that add up to the byte are one."""
+def _add_in_parts(pairs: Pairs, left: dict[int, Collective], evidence: Sequence[Evidence], step: Step) -> None:
+    """Adds reductions of split columns, and what takes a residual stream to columns, that are compiled in parts: those
+    in a loop, say, and those of the turn before it. The layer that reads the values has them, which no planned one is
+    of; so only parts of the same layer and shape that add up to the byte are one."""
     for number, planned in list(left.items()):
         alike: dict[tuple[str, tuple[int, ...]], list[int]] = collections.defaultdict(list)
         for position, compiled in enumerate(evidence):
             fits = position not in pairs and _is_same_operation(compiled, planned, step)
-            if fits and _is_reduction(compiled, planned, step):
+            if fits and (_is_reduction(compiled, planned, step) or _is_of_stream(compiled, planned, step)):
                 alike[compiled.layer, compiled.collective.shape].append(position)
         for positions in alike.values():
             positions.sort(key=lambda position: -evidence[position].collective.bytes)
@@ -218,6 +217,12 @@ def _is_reduction(compiled: Evidence, planned: Collective, step: Step) -> bool:
     name, none is known."""
     of_value = compiled.about == VALUE and compiled.phase in (planned.purpose.phase, UPDATE) and compiled.op_name != ""
     return planned.purpose.kind == PurposeKind.REDUCED_FEATURES and of_value
+
+
+def _is_of_stream(compiled: Evidence, planned: Collective, step: Step) -> bool:
+    """Tells whether both take a residual stream to columns, or its cotangents back."""
+    is_value = compiled.about == VALUE and compiled.phase == planned.purpose.phase
+    return planned.purpose.kind in _OF_STREAMS and is_value
 
 
 def _is_read_back(compiled: Evidence, planned: Collective, step: Step) -> bool:

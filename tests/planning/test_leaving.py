@@ -92,6 +92,31 @@ def test_columns_that_are_added_to_what_a_convolution_made_return_to_their_worke
     ]
 
 
+def test_columns_return_behind_a_bias_whose_gradient_is_summed_into_parts():
+    """Examples lie over all workers behind it, so that the gradients of scales there are summed into parts as well."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def stepping_with(value_and_grad):
+        def step(state, batch):
+            params, moments = state
+            value, grads = value_and_grad(loss_fn)(params, batch)
+            updates, moments = optimizer.update(grads, moments, params)
+            return (optax.apply_updates(params, updates), moments), value
+
+        return step
+
+    with jax.enable_x64(True):
+        params, batch = setup()
+        state = params, optimizer.init(params)
+        parallel = splitjax.parallelize(
+            stepping_with(splitjax.value_and_grad), mesh=MESH, rules="splitbrain", shard_state=True, donate=False
+        )
+        alone = jax.jit(stepping_with(jax.value_and_grad))(state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), parallel(state, batch), alone)
+        report = parallel.report(state, batch)
+    assert report.missing == () and arrays_beside_the_plan(report) == []
+
+
 @pytest.mark.parametrize("model", ["convnext_tiny", "dlrm"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_of_a_model_nothing_is_compiled_that_is_not_planned(model, library):

@@ -183,7 +183,8 @@ def _product(
         # where a surrounding shard_map handles axes, gradients are summed once, after it
         if summed is not None and not layout.manual:
             if isinstance(summed, Summed):
-                return evaluate_summed(summed, eqn, values, layout.where)
+                values = _pin(layout, site, values, results=False)
+                return _pin(layout, site, evaluate_summed(summed, eqn, values, layout.where), results=True)
             if summed.fits(eqn):
                 convolution = layout.sites.convolutions.get(site)
                 return evaluate_scatter(summed, eqn, values, layout.where, layout.rematerialised, convolution)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -151,6 +151,13 @@ class SiteLayout:
             travels={travel.site: travel for travel in decided.travels},
             saved={site: tuple(here) for site, here in saved.items()},
         )
+
+    def with_first(self, constraints: Iterable[Constraint]) -> SiteLayout:
+        """Returns the same layout with `constraints` before those that there are at their sites."""
+        by_site = dict(self.by_site)
+        for constraint in constraints:
+            by_site[constraint.site] = (constraint, *by_site[constraint.site])
+        return dataclasses.replace(self, by_site=by_site)
 
     def with_loops(self, loops: Sequence[LocalLoop]) -> SiteLayout:
         """Returns the same layout with `loops` that workers run on their own examples."""

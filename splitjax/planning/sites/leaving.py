@@ -16,6 +16,16 @@ from splitjax.planning.sites.constraints import FREE, example_spec
 from splitjax.trace.graph import Graph
 
 
+def leaving(graph: Graph, chain: Sequence[WeightFlow]) -> Iterator[WeightFlow]:
+    """Yields the flows of `chain` whose outputs leave their group at once: no split layer reads their columns."""
+    sources = [feeding(flow.producer, flow.axes, chain) for flow in chain]
+    in_columns = {source.use.site for source in sources if source is not None}
+    for flow in chain:
+        known = flow.free and not flow.contracted and flow.use.site in graph.outputs
+        if known and leaves_group(flow, chain) and flow.use.site not in in_columns:
+            yield flow
+
+
 def pin_leaving(
     graph: Graph, chain: Sequence[WeightFlow], leaves: Sequence[LeafPlan], batch_axes: tuple[str, ...]
 ) -> Iterator[Constraint]:
@@ -26,14 +36,8 @@ def pin_leaving(
     **Arguments:** `graph`: of the step. `chain`: its flows. `leaves`: of the plan. `batch_axes`: the mesh axes over
     which replicated layers split the examples, major first."""
     planned = {leaf.path: leaf for leaf in leaves}
-    sources = [feeding(flow.producer, flow.axes, chain) for flow in chain]
-    in_columns = {source.use.site for source in sources if source is not None}  # those that a split layer reads, too
-    for flow in chain:
-        output = graph.outputs.get(flow.use.site)
-        if not flow.free or flow.contracted or output is None or not leaves_group(flow, chain):
-            continue
-        if flow.use.site in in_columns:
-            continue
+    for flow in leaving(graph, chain):
+        output = graph.outputs[flow.use.site]
         site, dims = output.use, output.dims
         for behind, its_dims, param in output.behind:
             if not set(planned[param].axes) & set(flow.free):

@@ -124,7 +124,7 @@ def derive_scatters(
             stored = stored_axes(planned[use.param], mesh, batch_axes, replicated_batch)
             scatter = _scatter(graph, use, planned[use.param], mesh, batch_axes, stored, travel_at.get(use.site))
             products += [] if scatter is None else [dataclasses.replace(scatter, alone=use.site in alone)]
-    return (*products, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges))
+    return (*products, *derive_spreads(graph, leaves, mesh, batch_axes, exchanges, chain))
 
 
 def stored_axes(leaf: LeafPlan, mesh: MeshShape, batch_axes: tuple[str, ...], replicated_batch: str) -> tuple[str, ...]:

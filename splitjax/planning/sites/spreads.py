@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from splitjax.cost.flow import WeightFlow
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan
 from splitjax.planning.sites.exchange import STAY, Exchange
+from splitjax.planning.sites.leaving import leaving
 from splitjax.planning.sites.parts import Parts, gained_dims, read_once, split_dims
 from splitjax.trace.graph import Graph
 
@@ -41,12 +43,14 @@ def derive_spreads(
     mesh: MeshShape,
     batch_axes: tuple[str, ...],
     exchanges: Sequence[Exchange],
+    chain: Sequence[WeightFlow],
 ) -> tuple[Summed, ...]:
     """Derives the biases and scales whose gradient is summed into parts.
 
-    `graph`, `leaves`, `mesh`, `batch_axes` and `exchanges` are those of `derive_scatters`. It is known how the examples
-    lie before the first split layer, over all batch axes, and within a layer split by columns, over the axes that it
-    leaves; biases and scales elsewhere are left to XLA.
+    `graph`, `leaves`, `mesh`, `batch_axes`, `exchanges` and `chain` are those of `derive_scatters`. It is known how the
+    examples lie before the first split layer, over all batch axes; behind it, the same where no split layer's columns
+    stay in its group; and within a layer split by columns, over the axes that it leaves. Biases and scales elsewhere
+    are left to XLA.
     """
     planned = {leaf.path: leaf for leaf in leaves if leaf.gradient is not None}
     split = {leaf.path for leaf in leaves if leaf.role == "param" and set(leaf.axes) & set(batch_axes)}
@@ -58,6 +62,7 @@ def derive_spreads(
         for use in graph.uses
         if use.site == exchange.site
     }
+    in_groups = _columns_in_groups(graph, chain, batch_axes)
     sums: list[Summed] = []
     for spread in graph.spreads:
         leaf = planned.get(spread.param)
@@ -68,8 +73,24 @@ def derive_spreads(
         if own:
             axes = column.rest if column is not None and own == set(column.axes) else ()
         else:
-            axes = batch_axes if all(spread.site < site for site in crossings) else ()
+            met = {graph.local[atom] for dim in spread.dims for atom in dim}
+            is_first = all(spread.site < site for site in crossings)
+            axes = batch_axes if is_first or met.isdisjoint(in_groups) else ()
         parts, kept = gained_dims(graph, spread.dims, leaf, axes), split_dims(graph, spread.dims, leaf, mesh)
         if axes and parts and kept is not None and spread.num_examples % mesh.size(axes) == 0:
             sums.append(Summed(spread.site, spread.layer, spread.operand, axes, spread.example_dim, parts, kept))
     return tuple(sums)
+
+
+def _columns_in_groups(graph: Graph, chain: Sequence[WeightFlow], batch_axes: Sequence[str]) -> set[int]:
+    """Returns the local classes of the columns that split layers make of a group's examples, but for those of layers
+    whose outputs return to the workers whose examples they are (`leaving.py`)."""
+    returning = {flow.use.site for flow in leaving(graph, chain)}
+    return {
+        graph.local[atom]
+        for flow in chain
+        if not set(flow.axes).isdisjoint(batch_axes) and flow.use.site not in returning
+        for dim in flow.use.out_dims
+        if not graph.is_example(dim)
+        for atom in dim
+    }

@@ -22,11 +22,14 @@ class Stream:
 
     - `site`: of the use. `label`: the soft label of the dims along which both have columns.
     - `head`: the site of the earliest use whose columns it meets.
+    - `met`: the site of the first operation where it meets these, the operand position of what they are part of there,
+      and the dims of that.
     """
 
     site: tuple[int, ...]
     label: int
     head: tuple[int, ...]
+    met: tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]
 
 
 def find_streams(
@@ -38,6 +41,7 @@ def find_streams(
     # By value, and by label of its columns, the positions of the uses that these come from.
     made_by: dict[int, Mapping[int, frozenset[int]]] = {}
     heads: dict[tuple[int, int], int] = {}
+    met: dict[tuple[int, int], tuple[int, int]] = {}  # the operation, and the operand
     for number, op in enumerate(flat.ops):
         if op.phase == BACKWARD or not op.inside or learned.isdisjoint(op.inputs):
             continue
@@ -51,12 +55,17 @@ def find_streams(
         if op.primitive in _ELEMENTWISE and len(known) > 1:
             for label, together in merged.items():
                 head = min(together)
+                of_head = next(i for i, value in enumerate(op.inputs) if head in made_by.get(value, {}).get(label, ()))
                 for use in (use for uses in known if head not in (own := uses.get(label, frozenset())) for use in own):
-                    heads[use, label] = min(head, heads.get((use, label), head))
+                    if head < heads.get((use, label), number):
+                        heads[use, label], met[use, label] = head, (number, of_head)
         for value in op.outputs:
             # Not local classes: the operands of a sum may be of two of these.
             labels = {classes.soft(atom) for dim in classes.dims(value, len(flat.shapes[value])) for atom in dim}
             own = dict.fromkeys(labels, frozenset((number,))) if number in weights else merged
             made_by[value] = {label: uses for label, uses in own.items() if label in labels}
     for (use, label), head in sorted(heads.items()):
-        yield Stream(flat.ops[use].site, label, flat.ops[head].site)
+        at, operand = met[use, label]
+        value = flat.ops[at].inputs[operand]
+        dims = classes.dims(value, len(flat.shapes[value]))
+        yield Stream(flat.ops[use].site, label, flat.ops[head].site, (flat.ops[at].site, operand, dims))
