@@ -109,7 +109,9 @@ class Use:
     - `fed_by`: batch leaves whose values reach the data without passing another use.
     - `data_twins`: (site, operand) of products that read the same data: weight gradients.
     - `weight_dims`: dims of the weight operand, which may be a reshaped or stacked parameter's part. `weight_dtype`:
-      of the operand: not the parameter's where that is cast.
+      of the operand: not the parameter's where that is cast. `weight_names`: what this operation does with each of
+      these dims (`in`: contracts it), or None: a backward pass, and that of a backward pass, contract others than the
+      forward pass, by which the parameter's are named.
     - `in_boundary`: whether a `splitjax.value_and_grad` differentiates it, so that lowering says how.
     - `by_labels`: whether the labels of its dims say how it is split (`primitives.operation.Weights`), each dim one.
     - `adds_up`: whether what the parts of a contracted dim give adds up to the result, as the product is linear in
@@ -141,6 +143,7 @@ class Use:
     fed_by: tuple[str, ...] = ()
     data_twins: tuple[tuple[tuple[int, ...], int], ...] = ()
     weight_dims: tuple[Dim, ...] = ()
+    weight_names: tuple[str | None, ...] = ()
     in_boundary: bool = False
     data_value: int | None = None
     by_labels: bool = False

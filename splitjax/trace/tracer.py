@@ -320,6 +320,7 @@ def _use(
         fed_by=tuple(sorted(feeds[data])),
         data_twins=tuple((twin.site, operand) for twin, operand in twins),
         weight_dims=classes.dims(op.inputs[use.weight], len(flat.shapes[op.inputs[use.weight]])),
+        weight_names=use.names,
         in_boundary=op.inside,
         weight_dtype=flat.dtypes[op.inputs[use.weight]],
         data_value=None if use.data is None else data,

@@ -410,6 +410,36 @@ def test_rows_behind_rows_with_weights_stored_besides(gradient, widths):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
 
 
+@pytest.mark.parametrize("gradient", [jax.value_and_grad, splitjax.value_and_grad])
+def test_derivatives_of_derivatives_with_weights_stored_besides(gradient):
+    """The backward pass of a backward pass contracts what the forward pass does: its results were to lie over the axis
+    of the contracted dim, which XLA computes wrongly (the slope of a network in its loss, as for Burgers' equation)."""
+    rng = np.random.default_rng(0)
+
+    def net(params, x):
+        for layer in params[:-1]:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return (x @ params[-1]["kernel"])[0]
+
+    def loss_fn(params, batch):
+        slope = jax.grad(net, argnums=1)
+        along = lambda x: jax.jvp(lambda x: slope(params, x), (x,), (jnp.ones_like(x),))[1][0] + net(params, x)
+        return (jax.vmap(along)(batch) ** 2).mean()
+
+    def step(params, batch):
+        value, gradients = gradient(loss_fn)(params, batch)
+        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
+
+    with jax.enable_x64(True):
+        params = [
+            {"kernel": jnp.asarray(rng.normal(size=sizes)), "bias": jnp.asarray(rng.normal(size=sizes[1]))}
+            for sizes in ((2, 64), (64, 64), (64, 1))
+        ]
+        batch = jnp.asarray(rng.normal(size=(64, 2)))
+        got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, want)
+
+
 def test_a_pinned_plan_with_axes_out_of_order_is_refused():
     with jax.enable_x64(True):
         weights, batch = three_axes()

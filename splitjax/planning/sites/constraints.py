@@ -183,10 +183,14 @@ def _gathered(
     why = f"weight split over {stored}: gather the weight, keep the examples split"
     data, out = (example_spec(graph, dims, batch_axes) for dims in (use.data_dims, use.out_dims))
     if use.primitive == "dot_general" and len(batch_axes) > 1 and spec_axes(used):
-        contracted = contracted_entries(graph, use, used, _READ)
+        contracted = contracted_entries(graph, use, used, None)
         free = _free_entries(graph, use, used)
         data = data and tuple(contracted.get(d, entry) if entry == FREE else entry for d, entry in enumerate(data))
         out = out and tuple(free.get(d, entry) if entry == FREE else entry for d, entry in enumerate(out))
+        left = _left(graph, use, used)
+        if out and left:
+            ends = zip(out[-len(left) :], left, strict=True)
+            out = (*out[: -len(left)], *(entry if own == FREE else own for own, entry in ends))
     pairs = ((data_operand, data), (-1, out))
     return [Constraint(use.site, operand, spec, use.layer, why) for operand, spec in pairs if spec is not None]
 
@@ -197,17 +201,25 @@ def _cotangent(graph: Graph, use: Use, used: Spec, batch_axes: tuple[str, ...]) 
     out = example_spec(graph, use.out_dims, batch_axes)
     if out is None or use.primitive != "dot_general" or len(batch_axes) < 2 or not spec_axes(used):
         return []
-    leaf = graph.leaf(use.param)
-    names, rank = leaf.dim_names or (), len(use.weight_dims)
-    num_contracted = (len(use.data_dims) + rank - len(use.out_dims)) // 2
-    # Dims of a backward pass are in no local class with the weight's: they are counted. It contracts those that the
-    # forward pass leaves.
-    left = [used[d] if d < len(used) else None for d, name in enumerate(names) if name in _READ]
-    if use.weight != 1 or rank != len(leaf.shape) or len(left) != rank - num_contracted:
+    left = _left(graph, use, used)
+    if left is None:
         return []
     spec = (*out[: len(out) - len(left)], *left)
     why = "weight stored in parts: the cotangent of what it reads lies as that does"
     return [Constraint(use.site, -1, spec, use.layer, why)]
+
+
+def _left(graph: Graph, use: Use, used: Spec) -> list[SpecEntry] | None:
+    """Returns the axes of the dims of a product's weight that it does not contract, which stand last in its result; None
+    where they do not, or the weight is not read in the parameter's shape. `used`: how the weight is split.
+
+    A derivative contracts other dims than the forward pass, and the derivative of that the same ones: `Use.weight_names`
+    knows. Its dims are in no local class with the parameter's, so that they are counted."""
+    rank = len(use.weight_dims)
+    num_contracted = (len(use.data_dims) + rank - len(use.out_dims)) // 2
+    left = [used[d] if d < len(used) else None for d, name in enumerate(use.weight_names) if name not in _READ]
+    is_counted = use.weight == 1 and rank == len(graph.leaf(use.param).shape) and len(left) == rank - num_contracted
+    return left if is_counted else None
 
 
 def _without(entry: SpecEntry, axes: Collection[str]) -> SpecEntry:
@@ -216,7 +228,7 @@ def _without(entry: SpecEntry, axes: Collection[str]) -> SpecEntry:
 
 def _free_entries(graph: Graph, use: Use, weight_spec: Spec) -> dict[int, SpecEntry]:
     """Maps the position of every free dim of a use's weight in its result to the axes of that dim."""
-    free = _by_class(graph, use, weight_spec, _READ)
+    free = _by_class(graph, use, weight_spec, ())
     read = {graph.local[dim[0]] for dim in use.data_dims if dim}
     return {
         position: free[graph.local[dim[0]]]
@@ -276,15 +288,15 @@ def _by_class(graph: Graph, use: Use, weight_spec: Spec, read: Collection[str]) 
 
 
 def contracted_entries(
-    graph: Graph, use: Use, weight_spec: Spec, names: Collection[str] = ("in",)
+    graph: Graph, use: Use, weight_spec: Spec, names: Collection[str] | None = ("in",)
 ) -> dict[int, SpecEntry]:
     """Maps the position of every contracted dim of the data to the axes of the weight dim that it meets. `names`: of
-    the weight's contracted dims."""
+    the weight's contracted dims; None for any, as a derivative of the product contracts others."""
     leaf = graph.leaf(use.param)
     by_atom = {
         atom: weight_spec[d] if d < len(weight_spec) else None
         for d, dim in enumerate(leaf.dims)
-        if leaf.dim_names[d] in names
+        if names is None or leaf.dim_names[d] in names
         for atom in (graph.local[a] for a in dim[:1])
     }
     kept = {graph.local[a] for dim in use.out_dims for a in dim}
