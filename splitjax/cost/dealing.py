@@ -50,24 +50,35 @@ class Moves:
 
 def moves_of(weight: DealtWeight) -> Moves:
     """Returns the moves that deal out `weight`."""
-    return find_moves(weight.sizes, weight.num)
+    return find_moves(weight.sizes, weight.num, weight.stored)
 
 
 @functools.lru_cache(maxsize=256)
-def find_moves(sizes: tuple[int, ...], num: int) -> Moves:
+def find_moves(sizes: tuple[int, ...], num: int, stored: tuple[int, ...] | None = None) -> Moves:
     """Returns the moves that deal out columns of parts of these `sizes`, side by side, to `num` devices, which divides
-    each of them."""
-    held, pieces = sum(sizes) // num, [size // num for size in sizes]
-    unit = math.gcd(held, *pieces)
+    each of them: as they are `stored` with padding, if they are. All padding stands behind the last part before, and
+    stays on its device where it can."""
+    stored = stored or sizes
+    held, pieces = sum(stored) // num, [size // num for size in stored]
+    unit = math.gcd(held, *pieces, *(sizes if sizes != stored else ()))
     places = held // unit
     edges: list[Edge] = []
+    wanted: list[tuple[int, int]] = []  # the devices and places of padding
     for to in range(num):
         at, start = 0, 0
         for size, piece in zip(sizes, pieces, strict=True):
-            for column in range(start + to * piece, start + (to + 1) * piece, unit):
-                edges.append((column // held, column % held // unit, to, at))
+            for column in range(to * piece, (to + 1) * piece, unit):
+                if column < size:
+                    edges.append(((start + column) // held, (start + column) % held // unit, to, at))
+                else:
+                    wanted.append((to, at))
                 at += 1
             start += size
+    left = [divmod(column, held) for column in range(sum(sizes), sum(stored), unit)]
+    for to, at in sorted(wanted, key=lambda place: place[0] not in {source for source, _ in left}):
+        source, column = next((each for each in left if each[0] == to), left[0])
+        left.remove((source, column))
+        edges.append((source, column // unit, to, at))
     kept = tuple(edge for edge in edges if edge[0] == edge[2])
     return Moves(num, unit, places, kept, _rounds([edge for edge in edges if edge[0] != edge[2]], num))
 

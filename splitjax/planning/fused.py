@@ -10,7 +10,8 @@ separate weights. Otherwise it stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Collection, Iterator
 
 from splitjax.cost.flow import used_axes
 from splitjax.plan import Spec
@@ -50,7 +51,7 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
             if parts is None or use.site in found:
                 continue
             if parts.fit(num):
-                found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, num)
+                found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, parts.stored, num)
             elif max(parts.sizes) > 1:
                 heads = sorted({count for count in parts.heads if count is not None and count % num})
                 what = f" of {' and '.join(map(str, heads))} heads" if heads else ""
@@ -59,6 +60,58 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
                     f" not divide by {num} devices, which exchange activations; separate weights would not ask for it"
                 )
     return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Misfit:
+    """Describes the columns of a fused weight whose parts devices cannot share evenly.
+
+    - `labels`: the soft labels of these columns. `sizes`: of the parts. `counts`: how many heads each has; how many
+      columns where there are none.
+    - `num`: of devices.
+    """
+
+    labels: tuple[int, ...]
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    num: int
+
+    @property
+    def uneven(self) -> frozenset[tuple[int, int]]:
+        """The counts that do not divide, each with the number of devices."""
+        return frozenset((count, self.num) for count in self.counts if count % self.num)
+
+    def padded(self, known: Collection[tuple[int, int]]) -> int | None:
+        """Returns the number of columns with as much padding behind every part as devices need; None where the layers
+        that read them have not as much. `known`: sizes of dims, as they are and padded."""
+        total = 0
+        for size, count in zip(self.sizes, self.counts, strict=True):
+            more = -(-count // self.num) * self.num
+            if more != count and (count, more) not in known:
+                return None
+            total += size // count * more
+        return total
+
+
+def find_misfits(draft: Draft) -> tuple[Misfit, ...]:
+    """Returns the fused weights of a draft, of which nothing is decided, whose parts do not divide by the devices over
+    which their rule computes the columns, where they can be dealt out (`fused_products`)."""
+    graph, counts = draft.graph, _counts(draft)
+    asked, columns = [], []
+    is_traced = any(use.backward for use in graph.uses)
+    for use in graph.uses:
+        is_forward = use.data is not None and not use.backward and (use.in_boundary or not is_traced)
+        if use.param in counts and use.editable and is_forward:
+            for dim in _columns(draft, use, ()):
+                asked.append((use.site, use.weight, dim, counts[use.param]))
+                columns.append(tuple(graph.soft[atom] for atom in use.weight_dims[dim]))
+    found = zip(asked, columns, find_parts(draft.traced.jaxpr, asked), strict=True)
+    misfits = []
+    for (*_, num), labels, parts in found:
+        if parts is not None and not parts.fit(num):
+            counts = (size if count is None else count for size, count in zip(parts.sizes, parts.heads, strict=True))
+            misfits.append(Misfit(labels, parts.sizes, tuple(counts), num))
+    return tuple(misfits)
 
 
 def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:

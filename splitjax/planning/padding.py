@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.planning.draft import Draft
+from splitjax.planning.fused import find_misfits
 from splitjax.rules.pins import resolve
 from splitjax.rules.uneven import padded_sizes
 from splitjax.step.padding.rewriting import joined_leaves
+from splitjax.trace.graph import Dim, Graph
 
 Sizes = Mapping[int, int]
 
@@ -35,18 +37,30 @@ def find_padding(draft: Draft) -> dict[int, Sizes]:
     if request.uneven != "pad" or not request.returns_state:
         return {}
     pins = resolve(draft.traced.said, graph, draft.shape, must_divide=False)
-    sizes = padded_sizes(graph, request.rules, draft.shape, pins.by_path)
+    fused = find_misfits(draft)
+    uneven = frozenset[tuple[int, int]]().union(*(each.uneven for each in fused))
+    sizes = padded_sizes(graph, request.rules, draft.shape, pins.by_path, uneven)
+    known = {(graph.atom_sizes[atom], sizes[label]) for atom, label in enumerate(graph.soft) if label in sizes}
+    columns = {each.labels: size for each in fused if (size := each.padded(known)) is not None}
     padding = {}
     for leaf in graph.leaves if sizes else ():
-        own = {
-            dim: sizes[graph.soft[atoms[0]]] * math.prod(graph.atom_sizes[atom] for atom in atoms[1:])
-            for dim, atoms in enumerate(leaf.dims)
-            if atoms and graph.soft[atoms[0]] in sizes
-        }
+        own = {dim: size for dim, atoms in enumerate(leaf.dims) if (size := _padded_size(graph, atoms, sizes, columns))}
         if own and leaf.is_state:
             padding[leaf.index] = own
     joined = joined_leaves(draft.traced.jaxpr, padding, draft.traced.matched) if padding else frozenset()
     return {number: own for number, own in padding.items() if number not in joined}
+
+
+def _padded_size(
+    graph: Graph, atoms: Dim, sizes: Mapping[int, int], fused: Mapping[tuple[int, ...], int]
+) -> int | None:
+    """Returns the size of a leaf's dim with its padding; None where it has none. `sizes`: by soft label. `fused`: by
+    the labels of the columns of fused weights."""
+    labels = tuple(graph.soft[atom] for atom in atoms)
+    if labels in fused:
+        return fused[labels]
+    inside = math.prod(graph.atom_sizes[atom] for atom in atoms[1:])
+    return sizes[labels[0]] * inside if labels and labels[0] in sizes else None
 
 
 def matching(known: Iterable[LeafPlan], path: str, shape: tuple[int, ...], is_stored: bool = False) -> LeafPlan | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.rules.decide import decide
@@ -21,10 +21,17 @@ from splitjax.trace.graph import Graph, Leaf
 _MOST_ROUNDS = 8
 
 
-def padded_sizes(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[str, Pin]) -> dict[int, int]:
+def padded_sizes(
+    graph: Graph,
+    rules: RuleSet,
+    mesh: MeshShape,
+    pins: Mapping[str, Pin],
+    fused: Collection[tuple[int, int]] = (),
+) -> dict[int, int]:
     """Returns the sizes to which classes of dims are padded, so that parameters are split as their rules say first.
 
-    **Arguments:** `graph`, `rules`, `mesh`, `pins`: as for `assign`.
+    **Arguments:** `graph`, `rules`, `mesh`, `pins`: as for `assign`. `fused`: sizes that fused weights have inside of a
+    dim (heads), with the parts that they are to have: which layers these go with is not seen before they are cut apart.
 
     Returns soft label -> size. Of a dim that a reshape takes apart, such as columns that hold heads side by side, the
     leading part is padded: whole heads. One that is smaller than the number of its parts is not, nor the dim of
@@ -53,6 +60,9 @@ def padded_sizes(graph: Graph, rules: RuleSet, mesh: MeshShape, pins: Mapping[st
             if axes and leaf.dims[dim] and (label := graph.soft[leaf.dims[dim][0]]) in multiples:
                 used[label] = math.lcm(used.get(label, 1), mesh.size(axes))
     sizes = {graph.soft[atom]: graph.atom_sizes[atom] for leaf in graph.params for dim in leaf.dims for atom in dim}
+    for label, num in multiples.items():
+        if (sizes.get(label), num) in fused:
+            used[label] = math.lcm(used.get(label, 1), num)
     return {
         label: _next_multiple(sizes[label], multiple) for label, multiple in used.items() if sizes[label] % multiple
     }
@@ -68,14 +78,18 @@ def _asked_by_pins(graph: Graph, mesh: MeshShape, pins: Mapping[str, Pin]) -> li
 
 
 def _asked_by_rules(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> list[tuple[int, int]]:
-    """Returns the labels of dims that do not divide into as many parts as the first choice of a rule asks for, with
-    that number."""
+    """Returns the labels of dims that do not divide into as many parts as a rule asks for, with that number: by the
+    first of its choices that has one."""
     kinds, found = param_kinds(graph), []
     for path, leaf in named_params(graph).items():
         rule = first_match(rules.rules, leaf, kinds[path])
         if rule is not None and rule.shard and decisions.params[path].unfit:
-            for ref, names in rule.shard[0]:
-                found += _in_the_way(graph, mesh, leaf, candidates(leaf, ref), mesh.meant(names))
+            for choice in rule.shard:
+                asked = [(candidates(leaf, ref), mesh.meant(names)) for ref, names in choice]
+                ways = [each for dims, axes in asked for each in _in_the_way(graph, mesh, leaf, dims, axes)]
+                if ways:
+                    found += ways
+                    break
     return found
 
 

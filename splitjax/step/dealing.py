@@ -25,7 +25,7 @@ from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.dealt import DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
-from splitjax.step.dealt_values import NOTED, Acting, Dealt, FusedProduct, as_array
+from splitjax.step.dealt_values import NOTED, Acting, Dealt, FusedProduct, as_array, padded_parts
 from splitjax.step.per_microbatch import is_per_microbatch
 
 
@@ -33,15 +33,17 @@ from splitjax.step.per_microbatch import is_per_microbatch
 class Parts:
     """Says what the result of a product is cut into along a dim of its weight.
 
-    - `sizes`: of the parts. `heads`: by part, how many heads it is made of, where that shows; else None.
+    - `sizes`: of the parts. `stored`: their sizes with the padding that the program puts behind each.
+    - `heads`: by part, how many heads it is made of, where that shows; else None.
     """
 
     sizes: tuple[int, ...]
+    stored: tuple[int, ...]
     heads: tuple[int | None, ...]
 
     def fit(self, num: int) -> bool:
         """Tells whether every part, and its heads, can be dealt out to `num` devices."""
-        return all(size % num == 0 for size in self.sizes) and all(
+        return all(size % num == 0 for size in self.stored) and all(
             heads is None or heads % num == 0 for heads in self.heads
         )
 
@@ -59,7 +61,8 @@ def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, i
         eqn = equation_at(jaxpr, site)
         if eqn is not None and eqn.primitive.name == "dot_general" and eqn.invars[weight] not in dealt(site[:-1]):
             at = _body_around(jaxpr, site)
-            target = FusedProduct(site[at:], weight, dim, (eqn.invars[weight].aval.shape[dim],), num)
+            columns = (eqn.invars[weight].aval.shape[dim],)
+            target = FusedProduct(site[at:], weight, dim, columns, columns, num)
             by_body.setdefault(site[:at], {})[target.site] = target
     found: dict[Site, Parts | None] = {}
     for prefix, targets in by_body.items():
@@ -80,10 +83,10 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
         eqn = equation_at(jaxpr, product.site)
         if eqn is None or eqn.primitive.name != "dot_general":
             continue
-        if eqn.invars[product.weight].aval.shape[product.dim] != sum(product.sizes):
+        if eqn.invars[product.weight].aval.shape[product.dim] != sum(product.stored):
             continue
         at = _body_around(jaxpr, product.site)
-        target = FusedProduct(product.site[at:], product.weight, product.dim, product.sizes, product.num)
+        target = dataclasses.replace(product, site=product.site[at:])
         by_body.setdefault(product.site[:at], []).append(target)
     # Inner bodies first: equations of a body that is traced again have other numbers, and sites lead through them.
     for prefix, targets in sorted(by_body.items(), key=lambda item: -len(item[0])):
@@ -200,7 +203,8 @@ class _Seen:
     """Collects how the result of a product is used.
 
     **Attributes:** `is_fit`: whether in parts alone. `columns`: the number of its columns. `ends`: where parts begin
-    and end. `heads`: by first and number of the columns of a part, how many heads it is made of.
+    and end. `heads`: by first and number of the columns of a part, how many heads it is made of. `stored`: by the same
+    of a part that the program pads, its size with that.
     """
 
     def __init__(self, columns: int) -> None:
@@ -208,6 +212,7 @@ class _Seen:
         self.columns = columns
         self.ends: set[int] = {0, columns}
         self.heads: dict[tuple[int, int], int] = {}
+        self.stored: dict[tuple[int, int], int] = {}
 
     def parts(self) -> Parts | None:
         """Returns the parts; None where there are none, or the whole is used."""
@@ -215,7 +220,15 @@ class _Seen:
         if not self.is_fit or len(ends) < 3:
             return None
         spans = [(start, stop - start) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
-        return Parts(tuple(size for _, size in spans), tuple(self.heads.get(span) for span in spans))
+        padding = sum(large - size for (_, size), large in self.stored.items())
+        if padding:  # the step keeps it behind all parts
+            (_, last), *_ = reversed(spans)
+            if last != padding:
+                return None
+            spans = spans[:-1]
+        stored = tuple(self.stored.get(span, span[1]) for span in spans)
+        heads = tuple(self.heads.get(span, self.heads.get((span[0], n))) for span, n in zip(spans, stored, strict=True))
+        return Parts(tuple(size for _, size in spans), stored, heads)
 
     def note(self, eqn: Any, before: Dealt, part: Dealt) -> None:
         """Notes what an equation that makes `part` of `before` shows."""
@@ -261,13 +274,25 @@ class _Probe(Acting):
             is_fit = all(each.is_fit for each in seen) and len({self._targets[site].num for site in group}) == 1
             ends = set[int]().union(*(each.ends for each in seen))
             heads = {span: count for each in seen for span, count in each.heads.items()}
+            stored = {span: size for each in seen for span, size in each.stored.items()}
             for each in seen:
-                each.is_fit, each.ends, each.heads = is_fit, ends, heads
+                each.is_fit, each.ends, each.heads, each.stored = is_fit, ends, heads, stored
 
     def use(self, value: Dealt) -> None:
         """Notes that a value is needed as an array."""
         for product in value.products:
             self.found[product].is_fit &= value.is_part
+
+    def _note_padding(self, eqn: Any, value: Dealt) -> None:
+        """Notes how an equation pads the parts of a value."""
+        padding = padded_parts(eqn, value)
+        assert padding is not None, "the values' rules say so"
+        spans = [(value.first + number * padding.size, padding.size) for number in range(padding.count)]
+        for seen in (self.found[product] for product in value.products):
+            seen.ends |= {end for first, size in spans for end in (first, first + size)}
+            seen.stored |= dict.fromkeys(spans, padding.stored)
+            if padding.heads is not None:
+                seen.heads |= dict.fromkeys(spans, padding.heads)
 
     def _equation(self, site: Site, eqn: Any, values: Sequence[Any]) -> list[Any]:
         nothing = [None] * len(eqn.outvars)
@@ -281,6 +306,8 @@ class _Probe(Acting):
         if results is None:
             for value in dealt:
                 self.use(value)
+        elif dealt and eqn.primitive.name == "pad":
+            self._note_padding(eqn, dealt[0])
         elif dealt:
             self._added |= {each.products for each in results if isinstance(each, Dealt) and len(each.products) > 1}
             for result in results:

@@ -18,7 +18,7 @@ class DealtWeight:
 
     - `site`: of the operation. `param`: path of the parameter.
     - `dims`: of what is dealt out; `shape`, `dtype`: of it. `dim`: the position of the dim that is.
-    - `sizes`: of the parts that lie along it. `num`: of the shares.
+    - `sizes`: of the parts that lie along it. `stored`: their sizes with padding. `num`: of the shares.
     - `trips`: how often it runs per step; `repeated`: how often it does again for a backward pass that is
       rematerialised.
     """
@@ -30,6 +30,7 @@ class DealtWeight:
     dtype: str
     dim: int
     sizes: tuple[int, ...]
+    stored: tuple[int, ...]
     num: int
     trips: int
     repeated: int = 0
@@ -58,6 +59,7 @@ def find_dealt(
                         flat.dtypes[value],
                         params["dim"],
                         params["sizes"],
+                        params["stored"],
                         params["num"],
                         op.trips,
                         len(op.remats) if op.inside and not op.phase else 0,

@@ -187,21 +187,38 @@ def test_a_fused_weight_that_is_reshaped_before_its_product_is_planned():
     assert {leaf.path: leaf.spec for leaf in plan.leaves}["mlp"] == (None, "tensor")
 
 
-@pytest.mark.parametrize(("sizes", "num"), [((32, 32, 32), 4), ((64, 16, 16), 2), ((12, 12), 6), ((40, 8, 8), 8)])
-def test_moves_deal_every_column_out_in_rounds_of_one_unit(sizes, num):
-    moves, held, columns = find_moves(sizes, num), sum(sizes) // num, np.arange(sum(sizes))
-    units = columns.reshape(num, moves.places, moves.unit)
+def moved(moves, columns):
+    """What devices hold after the moves, a row each: no device sends or receives twice in a round."""
+    units = columns.reshape(moves.num, moves.places, moves.unit)
     shares = np.full_like(units, -1)
     for edges in (moves.kept, *moves.rounds):
         for source, place, to, at in edges:
             shares[to, at] = units[source, place]
     for edges in moves.rounds:
         assert len({edge[0] for edge in edges}) == len({edge[2] for edge in edges}) == len(edges)
+    sent = [sum(edge[0] == device for edges in moves.rounds for edge in edges) for device in range(moves.num)]
+    assert len(moves.rounds) == max(sent)  # no more rounds than the busiest device has units to send
+    return shares.reshape(moves.num, -1)
+
+
+@pytest.mark.parametrize(("sizes", "num"), [((32, 32, 32), 4), ((64, 16, 16), 2), ((12, 12), 6), ((40, 8, 8), 8)])
+def test_moves_deal_every_column_out_in_rounds_of_one_unit(sizes, num):
+    columns = np.arange(sum(sizes))
     parts = np.split(columns, np.cumsum(sizes)[:-1])
     wanted = np.concatenate([part.reshape(num, -1) for part in parts], axis=1)
-    np.testing.assert_array_equal(shares.reshape(num, held), wanted)
-    sent = [sum(edge[0] == device for edges in moves.rounds for edge in edges) for device in range(num)]
-    assert len(moves.rounds) == max(sent)  # no more rounds than the busiest device has units to send
+    np.testing.assert_array_equal(moved(find_moves(sizes, num), columns), wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stored", "num"),
+    [((100, 100, 100), (112, 112, 112), 4), ((20, 4, 4), (24, 8, 8), 4), ((5, 5), (6, 6), 2), ((12, 8), (12, 12), 3)],
+)
+def test_moves_deal_padding_out_behind_every_part(sizes, stored, num):
+    real = np.arange(sum(sizes))
+    shares = moved(find_moves(sizes, num, stored), np.concatenate([real, np.full(sum(stored) - sum(sizes), -7)]))
+    parts = np.split(real, np.cumsum(sizes)[:-1])
+    wide = [np.pad(part, (0, n - len(part)), constant_values=-7) for part, n in zip(parts, stored, strict=True)]
+    np.testing.assert_array_equal(shares, np.concatenate([part.reshape(num, -1) for part in wide], axis=1))
 
 
 def interleaved(params, x):
@@ -223,9 +240,9 @@ def grouped(params, x):
     [
         (
             lambda params, x: split({"qkv": params["w"], "bias": 0.0, "mlp": params["w"]}, x)[0],
-            Parts((16,) * 3, (None,) * 3),
+            Parts((16,) * 3, (16,) * 3, (None,) * 3),
         ),
-        (grouped, Parts((32, 8, 8), (8, 2, 2))),
+        (grouped, Parts((32, 8, 8), (32, 8, 8), (8, 2, 2))),
         (interleaved, None),
         (used_whole, None),
     ],

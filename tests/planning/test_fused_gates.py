@@ -127,8 +127,8 @@ def test_gates_are_dealt_out_once():
 
     jaxpr = jax.make_jaxpr(function)(np.ones((4, 6)), np.ones((6, 16)), np.ones((6, 16)))
     at = lambda jaxpr: next((n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general")
-    assert find_parts(jaxpr, [(at(jaxpr), 1, 1, 2)]) == [Parts((16, 16), (None, None))]
-    again = rewritten(jaxpr, [FusedProduct(at(jaxpr), 1, 1, (16, 16), 2)])
+    assert find_parts(jaxpr, [(at(jaxpr), 1, 1, 2)]) == [Parts((16, 16), (16, 16), (None, None))]
+    again = rewritten(jaxpr, [FusedProduct(at(jaxpr), 1, 1, (16, 16), (16, 16), 2)])
     assert again.eqns[at(again)[0]].invars[1].aval.shape == (6, 2, 16)
     assert find_parts(again, [(at(again), 1, dim, 2) for dim in (1, 2)]) == [None, None]
 
@@ -141,7 +141,7 @@ def test_numbers_that_are_reshaped_hide_no_weight():
 
     jaxpr = jax.make_jaxpr(function)(np.ones((4, 6)), np.ones((6, 16)), np.ones((6, 16)))
     site = next((n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general")
-    assert find_parts(jaxpr, [(site, 1, 1, 2)]) == [Parts((16, 16), (None, None))]
+    assert find_parts(jaxpr, [(site, 1, 1, 2)]) == [Parts((16, 16), (16, 16), (None, None))]
 
 
 def test_other_weights_are_not_held_whole_for_a_recurrence():
@@ -178,7 +178,7 @@ def dealt(function, *shapes, dim=1, sizes=(8, 8, 8, 8), num=4):
     """The sizes of what is dealt out where the weight of the one product of a function is; its numbers stay."""
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     (site,) = [(n,) for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
-    changed = rewritten(jaxpr, [FusedProduct(site, 1, dim, sizes, num)])
+    changed = rewritten(jaxpr, [FusedProduct(site, 1, dim, sizes, sizes, num)])
     rng = np.random.default_rng(0)
     values = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     before, after = (jax.core.eval_jaxpr(each.jaxpr, each.consts, *values) for each in (jaxpr, changed))
@@ -242,13 +242,13 @@ def parts_found(function, nums, widths=(24, 24)):
 
 def test_products_that_are_added_up_are_cut_alike():
     cut = lambda x: jnp.split(x, 3, -1)
-    assert parts_found(lambda x, a, b: cut(x @ a + x @ b), (2, 2)) == [Parts((8, 8, 8), (None,) * 3)] * 2
+    assert parts_found(lambda x, a, b: cut(x @ a + x @ b), (2, 2)) == [Parts((8, 8, 8), (8, 8, 8), (None,) * 3)] * 2
 
     def finer(x, a, b):
         y = x @ a
         return *cut(y + x @ b), y[:, :4]
 
-    assert parts_found(finer, (2, 2)) == [Parts((4, 4, 8, 8), (None,) * 4)] * 2
+    assert parts_found(finer, (2, 2)) == [Parts((4, 4, 8, 8), (4, 4, 8, 8), (None,) * 4)] * 2
 
     def used_whole(x, a, b):
         y = x @ a

@@ -30,9 +30,10 @@ def evaluate_deal(local: LocalDeal, eqn: Any, operands: Sequence[Any], where: Me
     (value,), dim, num = operands, eqn.params["dim"], eqn.params["num"]
     if where.left(local.axes) != local.axes or MeshShape.of(where.mesh).size(local.axes) != num:
         return None
-    if sum(eqn.params["sizes"]) != value.shape[dim]:
+    sizes, stored = (tuple(map(int, eqn.params[name])) for name in ("sizes", "stored"))
+    if sum(stored) != value.shape[dim]:
         return None
-    moves = find_moves(tuple(map(int, eqn.params["sizes"])), num)
+    moves = find_moves(sizes, num, stored)
     spec = PartitionSpec(*(None,) * dim, local.axes)
 
     def run(part: jax.Array, here: jax.Array) -> jax.Array:

@@ -210,11 +210,11 @@ def _cotangent(graph: Graph, use: Use, used: Spec, batch_axes: tuple[str, ...]) 
 
 
 def _left(graph: Graph, use: Use, used: Spec) -> list[SpecEntry] | None:
-    """Returns the axes of the dims of a product's weight that it does not contract, which stand last in its result; None
-    where they do not, or the weight is not read in the parameter's shape. `used`: how the weight is split.
+    """Returns the axes of the dims of a product's weight that it does not contract, which stand last in its result;
+    None where they do not, or the weight is not read in the parameter's shape. `used`: how the weight is split.
 
-    A derivative contracts other dims than the forward pass, and the derivative of that the same ones: `Use.weight_names`
-    knows. Its dims are in no local class with the parameter's, so that they are counted."""
+    A derivative contracts other dims than the forward pass, and the derivative of that the same ones:
+    `Use.weight_names` knows. Its dims are in no local class with the parameter's, so that they are counted."""
     rank = len(use.weight_dims)
     num_contracted = (len(use.data_dims) + rank - len(use.out_dims)) // 2
     left = [used[d] if d < len(used) else None for d, name in enumerate(use.weight_names) if name not in _READ]

@@ -50,9 +50,10 @@ def iota(eqn: Any, _values: Sequence[Any], wanted: Sequence[Sizes]) -> Results:
     return [padded(made[0], shape, wanted[0], None)]
 
 
-def reshape(eqn: Any, values: Sequence[Any], _wanted: Sequence[Sizes]) -> Results:
+def reshape(eqn: Any, values: Sequence[Any], wanted: Sequence[Sizes]) -> Results:
     """Keeps padded dims that are dims of the result, and takes apart and joins those that lead what is reshaped: of
-    columns that hold heads side by side, whole heads are padded."""
+    columns that hold heads side by side, whole heads are padded. Where several weights' columns lie side by side the
+    padding is that of the heads of each, not further weights."""
     value, old, new = values[0], tuple(eqn.invars[0].aval.shape), tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None or not isinstance(value, Padded):
         return None
@@ -63,6 +64,8 @@ def reshape(eqn: Any, values: Sequence[Any], _wanted: Sequence[Sizes]) -> Result
             continue
         leading = next((dim for dim in after if new[dim] != 1), None)
         if leading is None or own != [dim for dim in before if old[dim] != 1][:1]:
+            return None
+        if any(dim in wanted[0] for dim in after if dim != leading):
             return None
         total = math.prod(value.sizes.get(dim, old[dim]) for dim in before)
         sizes[leading], rest = divmod(total, math.prod(new[dim] for dim in after) // new[leading])

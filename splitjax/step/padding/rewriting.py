@@ -95,13 +95,16 @@ def padded_step(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[
 
 def wanted_dims(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[int, int]) -> WantedDims:
     """Finds the dims that go with the padded dims of `leaves`; the arguments are those of `padded_step`."""
-    flat, atoms, labels, sizes = _labelled(jaxpr, leaves, matched)
+    flat, atoms, labels, sizes, fused = _labelled(jaxpr, leaves, matched)
 
     def of_value(value: int) -> Sizes:
         found = {}
         for dim in range(len(flat.shapes[value])):
             own = atoms.dim(value, dim)
-            if own and labels[own[0]] in sizes:
+            key = tuple(labels[atom] for atom in own)
+            if key in fused:
+                found[dim] = fused[key]
+            elif own and labels[own[0]] in sizes:
                 found[dim] = sizes[labels[own[0]]] * math.prod(atoms.sizes[atom] for atom in own[1:])
         return found
 
@@ -124,27 +127,33 @@ def wanted_dims(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[
 
 def joined_leaves(jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[int, int]) -> frozenset[int]:
     """Finds the leaves with heads, or the like, side by side in a padded dim, which the step lays into one dim behind
-    others somewhere (examples by heads): the padding would stand between entries there, and is not worth it.
+    others somewhere (examples by heads): the padding would stand between entries there, and is not worth it. In what a
+    fused weight makes, which has several weights' heads in one dim, it does not: that is cut apart first.
 
     The arguments are those of `padded_step`; returned are positions of flat arguments, with those that share such a
     dim."""
     with uncollected():
-        flat, atoms, labels, _ = _labelled(jaxpr, leaves, matched)
-    padded_dims = [(number, atoms.dim(flat.inputs[number], dim)) for number, sizes in leaves.items() for dim in sizes]
+        flat, atoms, labels, _, fused = _labelled(jaxpr, leaves, matched)
+    padded_dims = [(number, atoms.dim(flat.inputs[number], dim)) for number, own in leaves.items() for dim in own]
     several = {labels[own[0]] for _, own in padded_dims if len(own) > 1}
+    cut_apart = {key[0] for key in fused}
     behind = {
         labels[atom]
         for value, shape in enumerate(flat.shapes)
         for dim in range(len(shape))
-        for atom in atoms.dim(value, dim)[1:]
+        if (own := atoms.dim(value, dim)) and labels[own[0]] not in cut_apart
+        for atom in own[1:]
     }
-    return frozenset(number for number, own in padded_dims if own and labels[own[0]] in several & behind)
+    return frozenset(
+        number for number, own in padded_dims if not {labels[atom] for atom in own}.isdisjoint(several & behind)
+    )
 
 
 def _labelled(
     jaxpr: _compat.ClosedJaxpr, leaves: LeafSizes, matched: Mapping[int, int]
-) -> tuple[FlatStep, Atoms, tuple[int, ...], dict[int, int]]:
-    """Returns a step's operations, the atoms of its dims with their labels, and by label the padded size. The arguments
+) -> tuple[FlatStep, Atoms, tuple[int, ...], dict[int, int], dict[tuple[int, ...], int]]:
+    """Returns a step's operations, the atoms of its dims with their labels, by label the padded size, and by the labels
+    of a dim that has the columns of a fused weight, each of whose weights is padded, the size of that. The arguments
     are those of `padded_step`."""
     flat = flatten(jaxpr)
     linked = link(flat)
@@ -152,13 +161,15 @@ def _labelled(
     atoms, pairs = refine(linked.shapes, raw)
     labels = unite(atoms, pairs)
     sizes: dict[int, int] = {}
-    for number, padding in leaves.items():
-        for dim, size in padding.items():
-            own = atoms.dim(flat.inputs[number], dim)
-            inside = math.prod(atoms.sizes[atom] for atom in own[1:])
-            if own and size % inside == 0:  # heads that lie side by side in a dim are padded by whole ones
-                sizes[labels[own[0]]] = size // inside
-    return flat, atoms, labels, sizes
+    padded_dims = [(atoms.dim(flat.inputs[n], dim), size) for n, own in leaves.items() for dim, size in own.items()]
+    leading, fused = {labels[own[0]] for own, _ in padded_dims if own}, dict[tuple[int, ...], int]()
+    for own, size in padded_dims:
+        inside = math.prod(atoms.sizes[atom] for atom in own[1:])
+        if any(labels[atom] in leading for atom in own[1:]):
+            fused[tuple(labels[atom] for atom in own)] = size
+        elif own and size % inside == 0:  # heads that lie side by side in a dim are padded by whole ones
+            sizes[labels[own[0]]] = size // inside
+    return flat, atoms, labels, sizes, fused
 
 
 class _Rewriting:

@@ -23,6 +23,18 @@ def separate(p, x, heads):
     return [(x @ p[name] + p[f"{name}_bias"]).reshape(*x.shape[:2], heads, WIDTH) for name in ("q", "k", "v")]
 
 
+def cut(p, x, heads):
+    """The same of one projection, cut into three (GPT-2)."""
+    parts = jnp.split(x @ p["qkv"] + p["qkv_bias"], 3, -1)
+    return [part.reshape(*x.shape[:2], heads, WIDTH) for part in parts]
+
+
+def counted(p, x, heads):
+    """The same with a dim that counts the three."""
+    values = (x @ p["qkv"] + p["qkv_bias"]).reshape(*x.shape[:2], 3, heads, WIDTH)
+    return [values[:, :, number] for number in range(3)]
+
+
 def attended(q, k, v, axis=-1):
     """What an attention gives, with a softmax over `axis` of its scores (examples, heads, queries, keys)."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(WIDTH)
@@ -37,12 +49,12 @@ def with_examples(q, k, v):
     return values.reshape(q.shape[0], -1, LENGTH, WIDTH).transpose(0, 2, 1, 3)
 
 
-def attention_model(gradient=splitjax.value_and_grad, attend=attended, heads=HEADS):
+def attention_model(gradient=splitjax.value_and_grad, attend=attended, heads=HEADS, project=separate):
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
     def logits(p, ids):
         x = p["table"][ids]
-        values = attend(*separate(p, x, heads))
+        values = attend(*project(p, x, heads))
         return (x + values.reshape(*x.shape[:2], heads * WIDTH) @ p["out"]) @ p["table"].T
 
     def step(state, batch):
@@ -58,6 +70,9 @@ def attention_model(gradient=splitjax.value_and_grad, attend=attended, heads=HEA
             params[name] = jax.random.normal(next(keys), (EMBED, heads * WIDTH))
             params[f"{name}_bias"] = 0.1 * jax.random.normal(next(keys), (heads * WIDTH,))
         params["out"] = 0.1 * jax.random.normal(next(keys), (heads * WIDTH, EMBED))
+        if project is not separate:
+            for name in ("", "_bias"):
+                params[f"qkv{name}"] = jnp.concatenate([params.pop(letter + name) for letter in "qkv"], -1)
         return {"params": params, "opt": tx.init(params)}
 
     return step, init, logits
@@ -85,6 +100,18 @@ def reference(attend=attended):
         return trained(splitjax.parallelize(step, mesh={"data": 1}, rules="data_parallel"), init)
 
 
+def apart(state):
+    """A state with fused projections, as one of the model that has them apart."""
+
+    def cut_up(params):
+        given = {name: leaf for name, leaf in params.items() if not name.startswith("qkv")}
+        parts = {name: jnp.split(params[f"qkv{name}"], 3, -1) for name in ("", "_bias")}
+        return given | {letter + name: of[at] for name, of in parts.items() for at, letter in enumerate("qkv")}
+
+    is_params = lambda node: isinstance(node, dict) and "qkv" in node
+    return jax.tree.map(lambda node: cut_up(node) if is_params(node) else node, state, is_leaf=is_params)
+
+
 def padded_shapes(plan):
     return {leaf.path[7:]: (leaf.logical, leaf.shape) for leaf in plan.leaves if leaf.logical and leaf.role == "param"}
 
@@ -109,15 +136,46 @@ def test_whole_heads_are_padded():
             np.testing.assert_allclose(evaluate(params, tokens(5)), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_program_is_that_of_heads_that_divide():
+@pytest.mark.parametrize("project", [separate, cut, counted])
+def test_the_program_is_that_of_heads_that_divide(project):
     compiled = {}
     for heads in (6, 8):
-        step, init, _ = attention_model(heads=heads)
+        step, init, _ = attention_model(heads=heads, project=project)
         parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
         report = parallel.report(jax.eval_shape(init, jax.random.key(0)), tokens(0))
         collectives = lambda found: sorted((one.op, one.bytes) for one in found)
         compiled[heads] = collectives(report.collectives), collectives(report.unplanned)
     assert compiled[6] == compiled[8]
+
+
+@pytest.mark.parametrize("rules", ["megatron", "transformer"])
+@pytest.mark.parametrize("project", [cut, counted])
+def test_heads_of_a_fused_weight_are_padded_in_each_of_its_parts(project, rules):
+    """Six heads on four devices, three times side by side: the padding of all stands behind them."""
+    with X64(True):
+        step, init, logits = attention_model(project=project)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules=rules, uneven="pad")
+        state, losses = trained(parallel, init)
+        assert_equal((apart(state), losses), reference())
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        plan = parallel.plan(shapes, tokens(0))
+        whole = {"qkv": ((EMBED, 144), (EMBED, 192)), "qkv_bias": ((144,), (192,))}
+        assert padded_shapes(plan) == whole | {"out": ((48, EMBED), (64, EMBED))}
+        assert not plan.warnings
+        evaluate = parallel.like(lambda params, batch: logits(params, batch["x"]))
+        expected = logits(state["params"], tokens(5)["x"])
+        for params in (state["params"], parallel.stored(jax.tree.map(jnp.copy, state))["params"]):
+            np.testing.assert_allclose(evaluate(params, tokens(5)), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_fused_weight_that_is_not_dealt_out_is_not_padded():
+    """JAX has traced the backward pass, which would read other shares than the forward pass leaves."""
+    with X64(True):
+        step, init, _ = attention_model(jax.value_and_grad, project=cut)
+        parallel = splitjax.parallelize(step, mesh=MESH, rules="megatron", uneven="pad")
+        state, losses = trained(parallel, init)
+        assert_equal((apart(state), losses), reference())
+        assert not padded_shapes(parallel.plan(jax.eval_shape(init, jax.random.key(0)), tokens(0)))
 
 
 OTHERS = {
