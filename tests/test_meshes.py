@@ -494,6 +494,18 @@ def test_a_pin_is_where_the_array_is(kind, how):
     assert kind == "mixed" or entry == "data"
 
 
+def test_constants_that_a_step_under_explicit_axes_closes_over():
+    shift = np.arange(8.0)
+
+    def step(state, batch):
+        placed = jax.sharding.reshard(batch["x"] @ state["w"], PartitionSpec("data", "model"))
+        return state, (placed + shift).sum()
+
+    state, batch = {"w": jnp.ones((4, 8))}, {"x": jnp.ones((8, 4))}
+    parallel = splitjax.parallelize(step, mesh=mesh_of("explicit"), rules="megatron", donate=False)
+    assert float(parallel(state, batch)[1]) == 8 * (4 * 8 + shift.sum())
+
+
 def test_types_are_those_of_the_layout_and_a_mismatch_is_said():
     seen = []
 

@@ -37,6 +37,7 @@ from splitjax._compat.jaxprs import Primitive as Primitive
 from splitjax._compat.jaxprs import Var as Var
 from splitjax._compat.jaxprs import argument_names as argument_names
 from splitjax._compat.jaxprs import build_jaxpr as build_jaxpr
+from splitjax._compat.jaxprs import changed_jaxpr as changed_jaxpr
 from splitjax._compat.jaxprs import close_jaxpr as close_jaxpr
 from splitjax._compat.jaxprs import detach_consts as detach_consts
 from splitjax._compat.jaxprs import drop_unused as drop_unused

@@ -51,6 +51,16 @@ def like_jaxpr(value: Any, changed: Any) -> Any:
     return changed
 
 
+def changed_jaxpr(
+    value: Any, constvars: Sequence[Any], invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> Any:
+    """Returns `value`, an open or closed jaxpr, with other variables for its constants and inputs, other equations and
+    other results; its constants are the same."""
+    inner, consts = open_jaxpr(value)
+    kept = {"consts": consts} if ClosedJaxpr is Jaxpr else {}  # or they would be taken for inputs
+    return like_jaxpr(value, inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars, **kept))
+
+
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluates `jaxpr`, with the values `consts` of its constvars, on arrays or tracers `args`. The derivative rules
     of custom_jvp and custom_vjp equations are kept."""

@@ -104,8 +104,7 @@ class _Untyping:
             invars, constvars = ([_renamed(v, env) for v in vs] for vs in (inner.invars, inner.constvars))
             eqns = [new for eqn in inner.eqns for new in self._equation(eqn, env)]
             outvars = [_read(v, env) for v in inner.outvars]
-            changed = inner.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
-            self._done[key] = value, _compat.like_jaxpr(value, changed)
+            self._done[key] = value, _compat.changed_jaxpr(value, constvars, invars, eqns, outvars)
         return self._done[key][1]
 
     def _equation(self, eqn: Any, env: dict[Any, Any]) -> list[Any]:

@@ -170,10 +170,7 @@ def _retraced(body: Any, targets: Sequence[FusedProduct]) -> Any:
     made = _compat.open_jaxpr(made)[0]
     assert not new_consts, "what is traced again closes over nothing"
     count = len(inner.constvars)
-    changed = inner.replace(
-        constvars=made.invars[:count], invars=made.invars[count:], eqns=made.eqns, outvars=made.outvars
-    )
-    return _compat.like_jaxpr(body, changed)
+    return _compat.changed_jaxpr(body, made.invars[:count], made.invars[count:], made.eqns, made.outvars)
 
 
 class _Rewriting(Acting):
