@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from splitjax.cost.flow import used_axes
-from splitjax.plan import Spec
+from splitjax.plan import LeafPlan, Spec, spec_entry
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import equation_at
 from splitjax.rules.match import first_match, param_kinds
@@ -35,7 +35,7 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
     notes: list[str] = []
     found: dict[tuple[int, ...], FusedProduct] = {}
     rounds: list[list[tuple[Use, int]]] = []
-    specs = {leaf.path: leaf.spec for leaf in draft.layout.leaves if leaf.path in counts}
+    specs = {leaf.path: _computed(draft, leaf) for leaf in draft.layout.leaves if leaf.path in counts}
     # A backward pass that plain `jax.grad` has traced would read other shares than such a forward pass leaves.
     is_traced = any(use.backward for use in draft.graph.uses)
     for use in draft.graph.uses:
@@ -60,6 +60,13 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
                     f" not divide by {num} devices, which exchange activations; separate weights would not ask for it"
                 )
     return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+
+
+def _computed(draft: Draft, leaf: LeafPlan) -> Spec:
+    """Returns how a parameter is split while it is computed: without the axes over which it is stored alone."""
+    layout = draft.layout
+    used = used_axes(leaf, draft.shape, layout.batch_axes, layout.replicated_batch)
+    return tuple(spec_entry([axis for axis in axes if axis in used]) for axes in leaf.axes_by_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +123,8 @@ def find_misfits(draft: Draft) -> tuple[Misfit, ...]:
 
 def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:
     """Yields the dims of the weight of a product that its columns lie along. Where `spec`, of its parameter, splits
-    others, those that it leaves whole are left out, if the product reads the parameter in its own shape: halves of each
-    head, which rotary positions ask for, lie together where heads are split."""
+    others while it is computed, those that it leaves whole are left out, if the product reads the parameter in its own
+    shape: halves of each head, which rotary positions ask for, lie together where heads are split."""
     eqn = equation_at(draft.traced.jaxpr, use.site)
     if eqn is None or eqn.primitive.name != "dot_general":
         return
