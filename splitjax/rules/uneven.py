@@ -30,8 +30,8 @@ def padded_sizes(
 ) -> dict[int, int]:
     """Returns the sizes to which classes of dims are padded, so that parameters are split as their rules say first.
 
-    **Arguments:** `graph`, `rules`, `mesh`, `pins`: as for `assign`. `fused`: sizes that fused weights have inside of a
-    dim (heads), with the parts that they are to have: which layers these go with is not seen before they are cut apart.
+    **Arguments:** `graph`, `rules`, `mesh`, `pins`: as for `assign`. `fused`: the counts of heads, or of columns, that
+    parts of fused weights have, with the number of devices that are to share them.
 
     Returns soft label -> size. Of a dim that a reshape takes apart, such as columns that hold heads side by side, the
     leading part is padded: whole heads. One that is smaller than the number of its parts is not, nor the dim of
@@ -41,6 +41,8 @@ def padded_sizes(
     for label, num in _asked_by_pins(graph, mesh, pins):  # what is pinned has to divide before anything is decided
         if label not in examples:
             multiples[label] = math.lcm(multiples.get(label, 1), num)
+    for label, num in _asked_by_parts(graph, fused):
+        multiples[label] = math.lcm(multiples.get(label, 1), num)
     grown = _grown(graph, multiples)
     for _ in range(_MOST_ROUNDS):
         decisions = decide(grown, rules, mesh, pins)
@@ -77,19 +79,30 @@ def _asked_by_pins(graph: Graph, mesh: MeshShape, pins: Mapping[str, Pin]) -> li
     return found
 
 
+def _asked_by_parts(graph: Graph, fused: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the labels of dims that are read of parts of fused weights, each with the number of parts that it is to
+    have: of those of the size of a part which layers read and none makes, as it does not show what a fused weight makes
+    before that is cut apart. Parts of fewer heads than devices are left out."""
+    read, made = dict[int, int](), set[int]()
+    for leaf in graph.params:
+        for name, dim in zip(leaf.dim_names, leaf.dims, strict=False):
+            if name == "in" and dim:
+                read[graph.soft[dim[0]]] = graph.atom_sizes[dim[0]]
+            elif dim:  # what stands behind the first is made in parts
+                made.add(graph.soft[dim[0]])
+    wanted = [(count, num) for count, num in fused if count > num]
+    return [(label, num) for label, size in read.items() if label not in made for count, num in wanted if count == size]
+
+
 def _asked_by_rules(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions) -> list[tuple[int, int]]:
-    """Returns the labels of dims that do not divide into as many parts as a rule asks for, with that number: by the
-    first of its choices that has one."""
+    """Returns the labels of dims that do not divide into as many parts as the first choice of a rule asks for, with
+    that number."""
     kinds, found = param_kinds(graph), []
     for path, leaf in named_params(graph).items():
         rule = first_match(rules.rules, leaf, kinds[path])
         if rule is not None and rule.shard and decisions.params[path].unfit:
-            for choice in rule.shard:
-                asked = [(candidates(leaf, ref), mesh.meant(names)) for ref, names in choice]
-                ways = [each for dims, axes in asked for each in _in_the_way(graph, mesh, leaf, dims, axes)]
-                if ways:
-                    found += ways
-                    break
+            for ref, names in rule.shard[0]:
+                found += _in_the_way(graph, mesh, leaf, candidates(leaf, ref), mesh.meant(names))
     return found
 
 

@@ -40,6 +40,47 @@ def test_a_vocabulary_that_does_not_divide_trains_as_on_one_device():
         assert {leaf.padding_bytes for leaf in plan.leaves if leaf.logical == (257, FEATURES)} == {96}  # 3 rows of 16
 
 
+def test_gate_and_up_in_one_weight_are_padded_each():
+    """Thirteen hidden features of each on two devices: the padding of both stands at the end of the weight."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for layer in params:
+            gate, up = jnp.split(x @ layer["gate_up"]["kernel"], 2, -1)
+            x = x + (jax.nn.silu(gate) * up) @ layer["down"]["kernel"]
+        return ((x - batch["y"]) ** 2).mean()
+
+    def stepping(gradient):
+        def step(state, batch):
+            loss, grads = gradient(loss_fn)(state["params"], batch)
+            updates, opt = tx.update(grads, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+        return step
+
+    with X64(True):
+        rng = np.random.default_rng(0)
+        make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3)
+        params = [{"gate_up": {"kernel": make(12, 26)}, "down": {"kernel": make(13, 12)}} for _ in range(2)]
+        state, batch = {"params": params, "opt": tx.init(params)}, {name: make(8, 12) for name in "xy"}
+        mesh = {"data": 4, "model": 2}
+        parallel = splitjax.parallelize(
+            stepping(splitjax.value_and_grad), mesh=mesh, rules="megatron", uneven="pad", donate=False
+        )
+        shapes = padded_shapes(parallel.plan(state, batch))
+        assert shapes["params/0/gate_up/kernel"] == ((12, 26), (12, 28))
+        assert shapes["params/1/down/kernel"] == ((13, 12), (14, 12))
+        report = parallel.report(state, batch)
+        assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+        alone, own = state, state
+        for _ in range(3):
+            alone, expected = jax.jit(stepping(jax.value_and_grad))(alone, batch)
+            own, loss = parallel(own, batch)
+            np.testing.assert_allclose(loss, expected, rtol=1e-10)
+        assert_equal((parallel.logical(own), []), (alone, []))
+
+
 def test_states_come_and_go_in_the_sizes_that_the_step_knows():
     with X64(True):
         step, init = language_model()
