@@ -440,6 +440,32 @@ def test_derivatives_of_derivatives_with_weights_stored_besides(gradient):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, want)
 
 
+@pytest.mark.parametrize("gradient", [jax.value_and_grad, splitjax.value_and_grad])
+def test_a_table_that_is_a_head_with_weights_stored_besides(gradient):
+    """It is transposed before the product: the dims that the product reads are the table's in another order."""
+    rng = np.random.default_rng(0)
+
+    def loss_fn(params, batch):
+        x = params["table"][batch[0]]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["up"]["kernel"]) @ layer["down"]["kernel"]
+        x = jnp.take_along_axis(x, batch[2][..., None], 1)
+        logits = jax.nn.gelu(x @ params["kernel"]) @ params["table"].T
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][..., None], -1).mean()
+
+    def step(params, batch):
+        value, gradients = gradient(loss_fn)(params, batch)
+        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
+
+    with jax.enable_x64(True):
+        make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
+        layers = [{"up": {"kernel": make(32, 128)}, "down": {"kernel": make(128, 32)}} for _ in range(2)]
+        params = {"table": make(64, 32), "layers": layers, "kernel": make(32, 32)}
+        batch = [jnp.asarray(rng.integers(0, top, (16, size))) for top, size in ((64, 16), (64, 4), (16, 4))]
+        got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, want)
+
+
 def test_a_pinned_plan_with_axes_out_of_order_is_refused():
     with jax.enable_x64(True):
         weights, batch = three_axes()

@@ -211,15 +211,33 @@ def _cotangent(graph: Graph, use: Use, used: Spec, batch_axes: tuple[str, ...]) 
 
 def _left(graph: Graph, use: Use, used: Spec) -> list[SpecEntry] | None:
     """Returns the axes of the dims of a product's weight that it does not contract, which stand last in its result;
-    None where they do not, or the weight is not read in the parameter's shape. `used`: how the weight is split.
+    None where they do not, or the weight is not read with the parameter's dims. `used`: how the weight is split.
 
     A derivative contracts other dims than the forward pass, and the derivative of that the same ones:
-    `Use.weight_names` knows. Its dims are in no local class with the parameter's, so that they are counted."""
-    rank = len(use.weight_dims)
-    num_contracted = (len(use.data_dims) + rank - len(use.out_dims)) // 2
-    left = [used[d] if d < len(used) else None for d, name in enumerate(use.weight_names) if name not in _READ]
-    is_counted = use.weight == 1 and rank == len(graph.leaf(use.param).shape) and len(left) == rank - num_contracted
-    return left if is_counted else None
+    `Use.weight_names` knows. The result's dims are in no local class with the weight's, so that they are counted."""
+    places = _places(graph, use)
+    if use.weight != 1 or places is None:
+        return None
+    num_contracted = (len(use.data_dims) + len(places) - len(use.out_dims)) // 2
+    left = [
+        used[place] if place < len(used) else None
+        for place, name in zip(places, use.weight_names, strict=True)
+        if name not in _READ
+    ]
+    return left if len(left) == len(places) - num_contracted else None
+
+
+def _places(graph: Graph, use: Use) -> list[int] | None:
+    """Returns which dim of its parameter each dim of a use's weight is: a table that is a head is transposed first.
+    None where that is not known."""
+    leaf = graph.leaf(use.param)
+    if use.weight_dims == leaf.dims:
+        return list(range(len(leaf.dims)))
+    known = [tuple(graph.local[atom] for atom in dim) for dim in leaf.dims]
+    own = [tuple(graph.local[atom] for atom in dim) for dim in use.weight_dims]
+    if len(set(known)) < len(known) or sorted(own) != sorted(known):
+        return None
+    return [known.index(dim) for dim in own]
 
 
 def _without(entry: SpecEntry, axes: Collection[str]) -> SpecEntry:
