@@ -8,9 +8,10 @@ the step looks rows up in, elements of any other tensor.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -386,6 +387,8 @@ def _check(profile: Profile) -> None:
             message = "a table has densities of rows"
         elif not {size, profile.num_workers} <= dict(steps[0].unions).keys():
             message = "the sum of all workers is among the unions"
+        elif not _are_of_groups([m for m, _ in steps[0].unions], {size, profile.num_workers}):
+            message = "unions are of 1, 2, 4, ... workers and of all, by rising numbers"
         elif any(len(row) != size for row in tensor.overlaps):
             message = "overlaps are of every worker with every worker"
         elif not all(0 <= share < math.inf for share in shares):
@@ -393,6 +396,13 @@ def _check(profile: Profile) -> None:
         if message:
             place = f"tensors[{number}]"
             raise ProfileError(message, value=tensor.path, place=place, remedy="profile the step anew")
+
+
+def _are_of_groups(numbers: Sequence[int], workers: Collection[int]) -> bool:
+    """Tells whether `numbers` rise from 1, and are powers of two or those of all `workers`, as profiling groups these:
+    each is a column of tables."""
+    rise = numbers[0] == 1 and all(before < behind for before, behind in itertools.pairwise(numbers))
+    return rise and all(number in workers or number.bit_count() == 1 for number in numbers)
 
 
 _JSON = Codec(

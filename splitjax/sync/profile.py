@@ -141,7 +141,7 @@ def _read(codec: Codec[Any], values: Any, place: str) -> Sparsity:
     own = codec.arguments(Sparsity, known, place, ("table", "samples", "lookups"))
     counts = [count for count, _ in own["unions"]]
     rows = [rows for _, rows in own["unions"]]
-    if not counts or counts[0] < 1 or counts != sorted(counts) or not all(0 <= known < math.inf for known in rows):
+    if not counts or counts[0] < 1 or counts != sorted(set(counts)) or not all(0 <= known < math.inf for known in rows):
         message = "unions are rows, 0 or more, of 1 worker or more, by rising numbers of workers"
         codec.fail(message, own["unions"], f"{place}.unions" if place else "unions")
     return Sparsity(codec.instance(Table, table, place), **own)

@@ -70,6 +70,17 @@ def test_json_is_read_back_and_saved_whole(tmp_path):
         Profile.load(tmp_path / "absent.json")
 
 
+@pytest.mark.parametrize("numbers", [[1, 2, 2, 4], [1, 4, 2], [1, 2, 3, 4], [0, 1, 2, 4]], ids=str)
+def test_sums_are_of_the_numbers_of_workers_that_profiling_groups(numbers):
+    """Each is a column: a profile of a few kilobytes with thousands of them was megabytes of text."""
+    data = json.loads(profile_of().to_json())
+    for tensor in data["tensors"]:
+        for step in tensor["steps"]:
+            step["unions"] = [[number, 1.0] for number in numbers]
+    with pytest.raises(ProfileError, match="rising numbers|of 1 among them"):
+        Profile.from_json(json.dumps(data))
+
+
 def test_unknown_names_and_numbers_are_errors():
     profile = profile_of()
     with pytest.raises(ProfileError, match=r"no such tensor(.|\n)*block_0"):
