@@ -18,7 +18,7 @@ from splitjax.plan import LeafPlan, Spec, spec_entry
 from splitjax.planning.draft import Draft
 from splitjax.primitives.walk import equation_at
 from splitjax.rules.match import first_match, param_kinds
-from splitjax.step.dealing import find_parts
+from splitjax.step.dealing import Parts, find_parts
 from splitjax.step.dealt_values import FusedProduct
 from splitjax.trace.graph import Use
 
@@ -58,8 +58,15 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
                 notes.append(
                     f"{use.param}: the weights{what} that it holds side by side ({', '.join(map(str, parts.sizes))}) do"
                     f" not divide by {num} devices, which exchange activations; separate weights would not ask for it"
+                    + _remedy(draft, parts, num)
                 )
     return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+
+
+def _remedy(draft: Draft, parts: Parts, num: int) -> str:
+    """Says how `num` devices could share the `parts` of a fused weight evenly, if padding does it."""
+    is_enough = all(count > num for count in parts.counts if count % num)
+    return ', and uneven="pad" would pad each of them' if draft.request.uneven != "pad" and is_enough else ""
 
 
 def _computed(draft: Draft, leaf: LeafPlan) -> Spec:
@@ -116,8 +123,7 @@ def find_misfits(draft: Draft) -> tuple[Misfit, ...]:
     misfits = []
     for (*_, num), labels, parts in found:
         if parts is not None and not parts.fit(num):
-            counts = (size if count is None else count for size, count in zip(parts.sizes, parts.heads, strict=True))
-            misfits.append(Misfit(labels, parts.sizes, tuple(counts), num))
+            misfits.append(Misfit(labels, parts.sizes, parts.counts, num))
     return tuple(misfits)
 
 

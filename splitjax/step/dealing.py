@@ -41,6 +41,11 @@ class Parts:
     stored: tuple[int, ...]
     heads: tuple[int | None, ...]
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """By part, what devices share: its heads, or its columns where none show."""
+        return tuple(size if heads is None else heads for size, heads in zip(self.sizes, self.heads, strict=True))
+
     def fit(self, num: int) -> bool:
         """Tells whether every part, and its heads, can be dealt out to `num` devices."""
         return all(size % num == 0 for size in self.stored) and all(

@@ -168,6 +168,15 @@ def test_heads_of_a_fused_weight_are_padded_in_each_of_its_parts(project, rules)
             np.testing.assert_allclose(evaluate(params, tokens(5)), expected, rtol=1e-10, atol=1e-10)
 
 
+def test_the_plan_names_what_pads_the_parts_of_a_fused_weight():
+    step, init, _ = attention_model(project=cut)
+    plan = splitjax.parallelize(step, mesh=MESH, rules="megatron").plan(
+        jax.eval_shape(init, jax.random.key(0)), tokens(0)
+    )
+    (note,) = (note for note in plan.notes if "side by side" in note)
+    assert "the weights of 6 heads" in note and note.endswith('uneven="pad" would pad each of them')
+
+
 def test_a_fused_weight_that_is_not_dealt_out_is_not_padded():
     """JAX has traced the backward pass, which would read other shares than the forward pass leaves."""
     with X64(True):
