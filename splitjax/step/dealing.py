@@ -205,8 +205,8 @@ class _Seen:
     """Collects how the result of a product is used.
 
     **Attributes:** `is_fit`: whether in parts alone. `columns`: the number of its columns. `ends`: where parts begin
-    and end. `heads`: by first and number of the columns of a part, how many heads it is made of. `stored`: by the same
-    of a part that the program pads, its size with that.
+    and end. `heads`: by first and number of the columns of a part, how many heads it is made of. `cut`: the parts that
+    are cut out, by the same. `padded`: of those that are padded, the size with that, and how many heads there are then.
     """
 
     def __init__(self, columns: int) -> None:
@@ -214,28 +214,33 @@ class _Seen:
         self.columns = columns
         self.ends: set[int] = {0, columns}
         self.heads: dict[tuple[int, int], int] = {}
-        self.stored: dict[tuple[int, int], int] = {}
+        self.cut: set[tuple[int, int]] = set()
+        self.padded: dict[tuple[int, int], tuple[int, int | None]] = {}
 
     def parts(self) -> Parts | None:
         """Returns the parts; None where there are none, or the whole is used."""
-        ends = sorted(self.ends)
+        padded = self.padded if self._keeps_padding() else {}
+        ends = sorted(self.ends | {end for first, size in padded for end in (first, first + size)})
         if not self.is_fit or len(ends) < 3:
             return None
         spans = [(start, stop - start) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
-        padding = sum(large - size for (_, size), large in self.stored.items())
-        if padding:  # the step keeps it behind all parts
-            (_, last), *_ = reversed(spans)
-            if last != padding:
-                return None
-            spans = spans[:-1]
-        stored = tuple(self.stored.get(span, span[1]) for span in spans)
-        heads = tuple(self.heads.get(span, self.heads.get((span[0], n))) for span, n in zip(spans, stored, strict=True))
-        return Parts(tuple(size for _, size in spans), stored, heads)
+        spans = spans[:-1] if padded else spans
+        known = [padded.get(span, (span[1], self.heads.get(span))) for span in spans]
+        return Parts(tuple(size for _, size in spans), tuple(n for n, _ in known), tuple(heads for _, heads in known))
+
+    def _keeps_padding(self) -> bool:
+        """Tells whether the last columns, which nobody reads, are the padding of the parts: what a program pads by
+        itself has none there."""
+        padding = sum(large - size for (_, size), (large, _) in self.padded.items())
+        known = self.columns - padding
+        inside = all(first + size <= known for first, size in (*self.cut, *self.padded))
+        return 0 < padding < self.columns and known in self.ends and inside
 
     def note(self, eqn: Any, before: Dealt, part: Dealt) -> None:
         """Notes what an equation that makes `part` of `before` shows."""
         span = part.first, part.columns
         if eqn.primitive.name in ("split", "slice"):
+            self.cut.add(span)
             self.ends |= {part.first, part.first + part.columns}
             if len(part.split) >= 3 and part.split[0] == 1:
                 self.heads[span] = part.split[1]
@@ -276,9 +281,10 @@ class _Probe(Acting):
             is_fit = all(each.is_fit for each in seen) and len({self._targets[site].num for site in group}) == 1
             ends = set[int]().union(*(each.ends for each in seen))
             heads = {span: count for each in seen for span, count in each.heads.items()}
-            stored = {span: size for each in seen for span, size in each.stored.items()}
+            padded = {span: found for each in seen for span, found in each.padded.items()}
+            cut = set[tuple[int, int]]().union(*(each.cut for each in seen))
             for each in seen:
-                each.is_fit, each.ends, each.heads, each.stored = is_fit, ends, heads, stored
+                each.is_fit, each.ends, each.heads, each.padded, each.cut = is_fit, ends, heads, padded, cut
 
     def use(self, value: Dealt) -> None:
         """Notes that a value is needed as an array."""
@@ -290,11 +296,8 @@ class _Probe(Acting):
         padding = padded_parts(eqn, value)
         assert padding is not None, "the values' rules say so"
         spans = [(value.first + number * padding.size, padding.size) for number in range(padding.count)]
-        for seen in (self.found[product] for product in value.products):
-            seen.ends |= {end for first, size in spans for end in (first, first + size)}
-            seen.stored |= dict.fromkeys(spans, padding.stored)
-            if padding.heads is not None:
-                seen.heads |= dict.fromkeys(spans, padding.heads)
+        for product in value.products:
+            self.found[product].padded |= dict.fromkeys(spans, (padding.stored, padding.heads))
 
     def _equation(self, site: Site, eqn: Any, values: Sequence[Any]) -> list[Any]:
         nothing = [None] * len(eqn.outvars)

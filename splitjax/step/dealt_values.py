@@ -367,12 +367,7 @@ def _padded(eqn: Any, value: Dealt) -> list[Any] | None:
     if found is None:
         return None
     if value.value is None:
-        columns = found.count * found.stored
-        shape = (*value.shape[: value.dim], columns, *value.shape[value.dim + 1 :])
-        # What parts have their heads from is seen behind; the rest is known.
-        return [
-            dataclasses.replace(value, shape=shape, split=found.split, products=() if found.split else value.products)
-        ]
+        return [None]  # whose columns are counted otherwise: its parts are noted here
     if set(value.sizes) != {found.size} or set(value.stored) != {found.stored} or len(value.sizes) != found.count:
         return None
     return [_settled(value.with_padding(found.split))]

@@ -235,9 +235,33 @@ def grouped(params, x):
     return [q, *jnp.split(kv, 2, -2)]
 
 
+def padded_behind(part, num):
+    """With `num` zeros behind its last dim."""
+    return jax.lax.pad(part, np.zeros((), part.dtype), [(0, 0, 0)] * (part.ndim - 1) + [(0, num, 0)])
+
+
+def with_wider_heads(params, x):
+    """A kernel wants heads of sixteen: the program pads them, and no padding is stored."""
+    parts = jnp.split(x @ params["w"], 3, -1)
+    return [padded_behind(part.reshape(*x.shape[:-1], 2, 8), 8) for part in parts]
+
+
+def beside_a_gate(params, x):
+    """Three parts are padded by what the fourth has: it is no padding."""
+    *parts, gate = jnp.split(x @ params["w"], [10, 20, 30], -1)
+    return [*(padded_behind(part, 6) for part in parts), gate]
+
+
+def with_stored_padding(params, x):
+    return [padded_behind(part, 4) for part in jnp.split((x @ params["w"])[..., :36], 3, -1)]
+
+
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
+        (with_wider_heads, Parts((16,) * 3, (16,) * 3, (2,) * 3)),
+        (beside_a_gate, Parts((10, 10, 10, 18), (10, 10, 10, 18), (None,) * 4)),
+        (with_stored_padding, Parts((12,) * 3, (16,) * 3, (None,) * 3)),
         (
             lambda params, x: split({"qkv": params["w"], "bias": 0.0, "mlp": params["w"]}, x)[0],
             Parts((16,) * 3, (16,) * 3, (None,) * 3),
