@@ -61,6 +61,8 @@ def _lines(known: Mapping[str, Any], parsers: Mapping[str, Parser]) -> list[str]
     ]
     columns = ("parser", "inputs", "core-seconds", "defects", "kept", "memory allowed", "taken with")
     commands = sorted({entry["command"] for entry in known.values()})
+    if len(commands) > 1:  # those of single parsers
+        commands = ["python -m benchmarks fuzz --only PARSER --found FOLDER"]
     machines = sorted({entry["machine"] for entry in known.values()})
     return [
         "# Fuzzing the parsers",
