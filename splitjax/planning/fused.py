@@ -77,7 +77,7 @@ def _computed(draft: Draft, leaf: LeafPlan) -> Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Misfit:
+class UnevenParts:
     """Describes the columns of a fused weight whose parts devices cannot share evenly.
 
     - `labels`: the soft labels of these columns. `sizes`: of the parts. `counts`: how many heads each has; how many
@@ -107,7 +107,7 @@ class Misfit:
         return total
 
 
-def find_misfits(draft: Draft) -> tuple[Misfit, ...]:
+def find_uneven(draft: Draft) -> tuple[UnevenParts, ...]:
     """Returns the fused weights of a draft, of which nothing is decided, whose parts do not divide by the devices over
     which their rule computes the columns, where they can be dealt out (`fused_products`)."""
     graph, counts = draft.graph, _counts(draft)
@@ -120,11 +120,11 @@ def find_misfits(draft: Draft) -> tuple[Misfit, ...]:
                 asked.append((use.site, use.weight, dim, counts[use.param]))
                 columns.append(tuple(graph.soft[atom] for atom in use.weight_dims[dim]))
     found = zip(asked, columns, find_parts(draft.traced.jaxpr, asked), strict=True)
-    misfits = []
-    for (*_, num), labels, parts in found:
-        if parts is not None and not parts.fit(num):
-            misfits.append(Misfit(labels, parts.sizes, parts.counts, num))
-    return tuple(misfits)
+    return tuple(
+        UnevenParts(labels, parts.sizes, parts.counts, num)
+        for (*_, num), labels, parts in found
+        if parts is not None and not parts.fit(num)
+    )
 
 
 def _columns(draft: Draft, use: Use, spec: Spec) -> Iterator[int]:

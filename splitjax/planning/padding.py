@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes
 from splitjax.planning.draft import Draft
-from splitjax.planning.fused import find_misfits
+from splitjax.planning.fused import find_uneven
 from splitjax.rules.pins import resolve
 from splitjax.rules.uneven import padded_sizes
 from splitjax.step.padding.rewriting import joined_leaves
@@ -37,7 +37,7 @@ def find_padding(draft: Draft) -> dict[int, Sizes]:
     if request.uneven != "pad" or not request.returns_state:
         return {}
     pins = resolve(draft.traced.said, graph, draft.shape, must_divide=False)
-    fused = find_misfits(draft)
+    fused = find_uneven(draft)
     uneven = frozenset[tuple[int, int]]().union(*(each.uneven for each in fused))
     sizes = padded_sizes(graph, request.rules, draft.shape, pins.by_path, uneven)
     known = {(graph.atom_sizes[atom], sizes[label]) for atom, label in enumerate(graph.soft) if label in sizes}

@@ -216,7 +216,7 @@ def _left(graph: Graph, use: Use, used: Spec) -> list[SpecEntry] | None:
     A derivative contracts other dims than the forward pass, and the derivative of that the same ones:
     `Use.weight_names` knows. The result's dims are in no local class with the weight's, so that they are counted."""
     places = _places(graph, use)
-    if use.weight != 1 or places is None:
+    if use.weight != 1 or places is None or "expert" in use.weight_names:  # a dim of experts stands first
         return None
     num_contracted = (len(use.data_dims) + len(places) - len(use.out_dims)) // 2
     left = [
