@@ -185,9 +185,8 @@ def _activations(
         entering = [event for event in _enter_column(flow, chain, mesh) if event[-1].kind == Kind.COLUMNS_COTANGENT]
         yield from _sent_as(entering, use.data_dtype, widens)
     leaving = (*_leave_stacked(flow, chain, mesh), *_leave_row(flow, chain, mesh), *_leave_column(flow, chain, mesh))
-    leaving = (*leaving, *_leave_shared(flow))
+    leaving = (*leaving, *_leave_shared(flow), *_meet(flow, chain))
     yield from _sent_as((*leaving, *again(leaving, use.repeated)), use.out_dtype, widens)
-    yield from _sent_as(_meet(flow, chain), use.out_dtype, widens)
     for sorting in flow.sorting:
         events = [event for event in _sort(sorting) if event[-1].phase == Phase.FORWARD or sorting.pick.is_learned]
         yield from _sent_as((*events, *again(events, sorting.pick.repeated)), sorting.pick.dtype, widens)

@@ -384,6 +384,17 @@ def test_axes_are_listed_in_the_order_of_the_mesh():
     assert "axes-out-of-mesh-order" in plan.leaves[1].note
 
 
+def assert_descends_as_alone(loss_fn, gradient, params, batch):
+    """A step of gradient descent under `megatron`, with weights stored over fsdp, is that of one device."""
+
+    def step(params, batch):
+        value, gradients = gradient(loss_fn)(params, batch)
+        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
+
+    got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
+
+
 @pytest.mark.parametrize("gradient", [jax.value_and_grad, splitjax.value_and_grad])
 @pytest.mark.parametrize("widths", [(2, 64, 64, 1), (8, 64, 64, 64, 8)], ids=str)
 def test_rows_behind_rows_with_weights_stored_besides(gradient, widths):
@@ -396,18 +407,13 @@ def test_rows_behind_rows_with_weights_stored_besides(gradient, widths):
             x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
         return ((x - batch[1]) ** 2).mean()
 
-    def step(params, batch):
-        value, gradients = gradient(loss_fn)(params, batch)
-        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
-
     with jax.enable_x64(True):
         params = [
             {"kernel": jnp.asarray(rng.normal(size=sizes)), "bias": jnp.asarray(rng.normal(size=sizes[1]))}
             for sizes in itertools.pairwise(widths)
         ]
         batch = [jnp.asarray(rng.normal(size=(32, widths[at]))) for at in (0, -1)]
-        got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
+        assert_descends_as_alone(loss_fn, gradient, params, batch)
 
 
 @pytest.mark.parametrize("gradient", [jax.value_and_grad, splitjax.value_and_grad])
@@ -426,18 +432,13 @@ def test_derivatives_of_derivatives_with_weights_stored_besides(gradient):
         along = lambda x: jax.jvp(lambda x: slope(params, x), (x,), (jnp.ones_like(x),))[1][0] + net(params, x)
         return (jax.vmap(along)(batch) ** 2).mean()
 
-    def step(params, batch):
-        value, gradients = gradient(loss_fn)(params, batch)
-        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
-
     with jax.enable_x64(True):
         params = [
             {"kernel": jnp.asarray(rng.normal(size=sizes)), "bias": jnp.asarray(rng.normal(size=sizes[1]))}
             for sizes in ((2, 64), (64, 64), (64, 1))
         ]
         batch = jnp.asarray(rng.normal(size=(64, 2)))
-        got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, want)
+        assert_descends_as_alone(loss_fn, gradient, params, batch)
 
 
 @pytest.mark.parametrize("gradient", [jax.value_and_grad, splitjax.value_and_grad])
@@ -453,17 +454,12 @@ def test_a_table_that_is_a_head_with_weights_stored_besides(gradient):
         logits = jax.nn.gelu(x @ params["kernel"]) @ params["table"].T
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][..., None], -1).mean()
 
-    def step(params, batch):
-        value, gradients = gradient(loss_fn)(params, batch)
-        return jax.tree.map(lambda w, g: w - 1e-1 * g, params, gradients), {"loss": value}
-
     with jax.enable_x64(True):
         make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
         layers = [{"up": {"kernel": make(32, 128)}, "down": {"kernel": make(128, 32)}} for _ in range(2)]
         params = {"table": make(64, 32), "layers": layers, "kernel": make(32, 32)}
         batch = [jnp.asarray(rng.integers(0, top, (16, size))) for top, size in ((64, 16), (64, 4), (16, 4))]
-        got, want, _ = parallel_and_alone(step, params, batch, "megatron", {"data": 2, "fsdp": 2, "tensor": 2})
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, want)
+        assert_descends_as_alone(loss_fn, gradient, params, batch)
 
 
 def test_a_pinned_plan_with_axes_out_of_order_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,16 +22,22 @@ def normed(x, scale):
     return centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale
 
 
-def loss_fn(params, batch):
+def block(x, params):
+    y = jax.nn.gelu(normed(x, params["norm"]["scale"]) @ params["up"]["kernel"])
+    return x + (y @ params["down"]["kernel"] + params["down"]["bias"])
+
+
+def both(x, params):
+    return block(block(x, params["first"]), params["second"])
+
+
+def loss_fn(params, batch, blocks=both):
     """A convolution cuts images into patches, and two blocks of dense layers are added to what it makes (ViT)."""
     x = jax.lax.conv_general_dilated(
         batch["x"], params["patch"]["kernel"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     x = x.reshape(x.shape[0], -1, x.shape[-1])
-    for name in ("first", "second"):
-        block = params[name]
-        y = jax.nn.gelu(normed(x, block["norm"]["scale"]) @ block["up"]["kernel"])
-        x = x + (y @ block["down"]["kernel"] + block["down"]["bias"])
+    x = blocks(x, params)
     return jnp.mean((x.mean(1) @ params["last"]["kernel"] - batch["y"]) ** 2)
 
 
@@ -46,9 +54,9 @@ def setup():
     return params, {"x": make(EXAMPLES, SIDE, SIDE, 3), "y": make(EXAMPLES, 4)}
 
 
-def stepping(value_and_grad):
+def stepping(value_and_grad, blocks=both):
     def step(params, batch):
-        value, grads = value_and_grad(loss_fn)(params, batch)
+        value, grads = value_and_grad(functools.partial(loss_fn, blocks=blocks))(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     return step
@@ -68,6 +76,17 @@ def test_a_residual_stream_that_a_convolution_begins_becomes_columns_once(group_
     sent = EXAMPLES // 4 * (SIDE // 2) ** 2 * CHANNELS * 8 // 2
     exchanged = [(one.layer, one.op, one.bytes, one.purpose.kind) for one in plan.collectives if one.op == "all_to_all"]
     assert exchanged == [("first/down", "all_to_all", sent, kind) for kind in STREAM]
+
+
+def test_rematerialised_blocks_take_their_stream_to_columns_again():
+    """What is kept for the backward pass are the workers' examples."""
+    params, batch = setup()
+    step = stepping(splitjax.value_and_grad, jax.checkpoint(both))
+    parallel = splitjax.parallelize(step, mesh=MESH, rules="splitbrain", group_comm="gather")
+    plan, report = parallel.plan(params, batch), parallel.report(params, batch)
+    assert report.missing == () and [one for one in report.unplanned if one.compiled.shape] == []
+    again = [one.purpose.again for one in plan.collectives if one.purpose.kind in STREAM]
+    assert again == [False, False, True]
 
 
 def test_nothing_becomes_columns_where_the_layer_that_adds_them_is_whole():
