@@ -287,12 +287,12 @@ def _met(graph: Graph, uses: Sequence[Use], free: Sequence[Container[int]], stre
         if i is None or head is None or stream.label not in free[i] or (head, stream.label) in heads:
             continue
         heads.add((head, stream.label))
-        site, operand, dims = stream.met
+        dims = stream.met_dims
         if i in streams or uses[head].trips != uses[i].trips or not any(graph.is_example(dim) for dim in dims):
             continue
         size = math.prod(graph.atom_sizes[atom] for dim in dims for atom in dim)
         num = size * np.dtype(uses[head].out_dtype).itemsize * uses[i].trips
-        found.setdefault(i, Met(head, site, operand, dims, stream.label, num))
+        found.setdefault(i, Met(head, stream.met_at, stream.met_operand, dims, stream.label, num))
     return found
 
 

@@ -35,13 +35,13 @@ def cross(draft: Draft) -> Draft:
     return choose(
         requested,
         draft,
-        lambda kind: draft.chooser.in_turns(kind, _by(kind, draft).decided_step, draft.traced.jaxpr),
+        lambda kind: draft.chooser.in_turns(kind, _communicating_by(kind, draft).decided_step, draft.traced.jaxpr),
         memory_of,
     )
 
 
-def _by(kind: str, draft: Draft) -> Draft:
-    """Returns a draft as it is with a `kind` of group communication, but for its boundaries."""
+def _communicating_by(kind: str, draft: Draft) -> Draft:
+    """Returns a draft with a `kind` of group communication; its boundaries are not prepared yet."""
     sites = draft.sites
     if kind == "modulo" and sites is not None:
         sites = sites.with_first(pin_met_in_turns(draft.graph, draft.flows, draft.layout.batch_axes))
@@ -83,7 +83,7 @@ def choose(
         note = f"group communication: no examples cross into a split layer, so {requested} has nothing to do"
         return draft.noting(note) if asked and draft.shape.num_devices > 1 else draft
     kind = requested if asked else "modulo"
-    candidate = _by(kind, draft)
+    candidate = _communicating_by(kind, draft)
     if not asked and not lower_enough(summed(draft), summed(candidate)):
         return draft
     ways = in_turns(kind)

@@ -22,14 +22,16 @@ class Stream:
 
     - `site`: of the use. `label`: the soft label of the dims along which both have columns.
     - `head`: the site of the earliest use whose columns it meets.
-    - `met`: the site of the first operation where it meets these, the operand position of what they are part of there,
-      and the dims of that.
+    - `met_at`: the site of the first operation where it meets these. `met_operand`: which operand they are part of
+      there; `met_dims`: the dims of that.
     """
 
     site: tuple[int, ...]
     label: int
     head: tuple[int, ...]
-    met: tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]
+    met_at: tuple[int, ...]
+    met_operand: int
+    met_dims: tuple[tuple[int, ...], ...]
 
 
 def find_streams(
@@ -68,4 +70,4 @@ def find_streams(
         at, operand = met[use, label]
         value = flat.ops[at].inputs[operand]
         dims = classes.dims(value, len(flat.shapes[value]))
-        yield Stream(flat.ops[use].site, label, flat.ops[head].site, (flat.ops[at].site, operand, dims))
+        yield Stream(flat.ops[use].site, label, flat.ops[head].site, flat.ops[at].site, operand, dims)
