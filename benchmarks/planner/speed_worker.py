@@ -25,11 +25,10 @@ def main(settings: dict[str, Any]) -> int:
 
     devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     timer = Timer(devices, "wall", enough_seconds=0.05, rounds=5)
-    lengths = (1 << 8, 1 << 14, 1 << 18, 1 << 20)
     operations = Calibration.load(settings["calibration"])
     calibration = dataclasses.replace(
         operations, num_processes=NUM_DEVICES, devices_per_process=1,
-        collectives=tuple(collective_times(timer, NUM_DEVICES, lengths)),
+        collectives=tuple(collective_times(timer, NUM_DEVICES)),
     )  # fmt: skip
     found = []
     for cell in (SpeedCell(*each) for each in settings["cells"]):

@@ -30,6 +30,7 @@ class OperationKind(enum.Enum):
     - `PRODUCT`, `CONVOLUTION`: flops; `narrow` is the smallest dim of the product, or the fewest channels.
     - `WEIGHT_GRADIENT`: products over the leading dims of both operands, as the gradients of weights are; likewise.
     - `FILTER_GRADIENT`: of a convolution's filter, flops and channels likewise.
+    - `SMALL_CONVOLUTION`: convolutions of images with fewer places than the filter has, flops and channels likewise.
     - `ELEMENTWISE`: bytes read and written by loops over elements that only move and add.
     - `COSTLY`: elements of exponentials, logarithms, divisions, roots and the like, beside what moves them.
     - `TRANSPOSE`: bytes read and written by a loop that reads elements in another order than it writes them.
@@ -37,12 +38,14 @@ class OperationKind(enum.Enum):
     - `WINDOW`, `WINDOW_GRADIENT`: elements of the results times those of a window (pooling).
     - `GATHER`, `SCATTER`: elements that are looked up, or added to rows.
     - `RANDOM`: elements drawn. `SORT`: elements sorted, or summed up along a dim.
+    - `NEW_MEMORY`: bytes that a call asks the system for, beyond what it takes to write them.
     """
 
     PRODUCT = "product"
     WEIGHT_GRADIENT = "weight_gradient"
     CONVOLUTION = "convolution"
     FILTER_GRADIENT = "filter_gradient"
+    SMALL_CONVOLUTION = "small_convolution"
     ELEMENTWISE = "elementwise"
     COSTLY = "costly"
     TRANSPOSE = "transpose"
@@ -54,12 +57,15 @@ class OperationKind(enum.Enum):
     SCATTER = "scatter"
     RANDOM = "random"
     SORT = "sort"
+    NEW_MEMORY = "new_memory"
 
     @property
     def counts_flops(self) -> bool:
         """Whether sizes are flops."""
         kind = OperationKind
-        return self in (kind.PRODUCT, kind.WEIGHT_GRADIENT, kind.CONVOLUTION, kind.FILTER_GRADIENT)
+        return self in (
+            kind.PRODUCT, kind.WEIGHT_GRADIENT, kind.CONVOLUTION, kind.FILTER_GRADIENT, kind.SMALL_CONVOLUTION,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +164,7 @@ class Calibration:
         `CalibrationError` for a kind that was not measured."""
         if size <= 0:
             return 0.0
-        curves = [curve for curve in self.curves if curve.kind is kind]
+        curves = self._curves(kind)
         if not curves:
             raise CalibrationError(
                 f"operations of kind {kind.value} were not measured",
@@ -169,8 +175,23 @@ class Calibration:
         own = next((curve for curve in curves if curve.dtype == dtype), curves[0])
         return own.seconds(size, narrow)
 
-    def collective_seconds(self, op: str, participants: int, between: bool, sent_bytes: float) -> float:
-        """Returns what a collective takes in which each of `participants` devices sends `sent_bytes`.
+    def new_memory_seconds(self, num_bytes: float) -> float:
+        """Returns what a call takes to get so many bytes of memory; 0 where that was not measured."""
+        curves = self._curves(OperationKind.NEW_MEMORY)
+        return curves[0].seconds(num_bytes) if curves and num_bytes else 0.0
+
+    def _curves(self, kind: OperationKind) -> list[Curve]:
+        """Returns what was measured of a kind; of small convolutions, which calibrations may lack, those of others."""
+        found = [curve for curve in self.curves if curve.kind is kind]
+        if not found and kind is OperationKind.SMALL_CONVOLUTION:
+            return self._curves(OperationKind.CONVOLUTION)
+        return found
+
+    def collective_seconds(
+        self, op: str, participants: int, between: bool, sent_bytes: float, num_messages: int = 1
+    ) -> float:
+        """Returns what a collective takes in which each of `participants` devices sends `sent_bytes`, in so many
+        messages (`num_messages`) one after the other.
 
         Of another number of participants than was measured it takes the nearest: latencies grow with the number of
         steps of a ring, rates stay. Without any of that kind and place, that of another kind: an all-reduce as a
@@ -188,7 +209,7 @@ class Calibration:
             )
         nearest = min(known, key=lambda each: abs(math.log(each.participants / participants)))
         latency = nearest.link.latency_seconds * (participants - 1) / (nearest.participants - 1)
-        return latency + sent_bytes / nearest.link.bytes_per_second
+        return num_messages * latency + sent_bytes / nearest.link.bytes_per_second
 
     def to_json(self) -> str:
         """Returns the calibration as JSON, with the checksum of its figures."""

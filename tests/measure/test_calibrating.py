@@ -9,7 +9,7 @@ import pytest
 from splitjax.errors import CalibrationError
 from splitjax.machines.calibration import Calibration, OperationKind
 from splitjax.measure.calibrating import calibrate
-from splitjax.measure.calibrating.collectives import _powers, _turns, fit
+from splitjax.measure.calibrating.collectives import _ALONE, _made_and_read, _powers, _turns, fit
 from splitjax.measure.calibrating.operations import probes
 from splitjax.measure.calibrating.timing import Timer, turns_alone, typical
 
@@ -27,11 +27,13 @@ def test_groups_are_powers_of_two_that_divide():
 
 def test_every_kind_of_operation_is_measured():
     found = list(probes())
-    assert {probe.kind for probe in found} == set(OperationKind)
+    # Memory that a call asks for is no operation of a program: `calibrate` times calls.
+    kinds = set(OperationKind) - {OperationKind.NEW_MEMORY}
+    assert {probe.kind for probe in found} == kinds
     for probe in found:
         (result,) = jax.tree.leaves(jax.eval_shape(probe.turn, *probe.arrays))
         assert result.size > 0
-    assert {probe.kind for probe in probes(most_elements=1 << 14, most_flops=2.0**21)} == set(OperationKind)
+    assert {probe.kind for probe in probes(most_elements=1 << 14, most_flops=2.0**21)} == kinds
     products = [probe for probe in found if probe.kind is OperationKind.PRODUCT]
     for probe in products:
         assert probe.narrow == min(*probe.arrays[0].shape, probe.arrays[1].shape[1])
@@ -75,6 +77,30 @@ def test_turns_of_all_devices_are_timed():
     turn, sent = _turns(size)["all_gather"]
     message = (jax.ShapeDtypeStruct((size,), jnp.float32),)
     assert timer.seconds(turn, message, timer.mesh(size)) > 0 and sent(4 * size) == 4 * size * (size - 1)
+
+
+def test_large_results_take_the_system_longer_than_their_writing():
+    # glibc gives blocks above 32 MiB back at once: each call's pages are made again. Smaller blocks are kept.
+    timer = Timer(tuple(jax.devices()[:1]), "processor", rounds=5)
+    large, small = timer.new_memory_seconds(160 << 20), timer.new_memory_seconds(4 << 20)
+    assert large > 10 * small > 0
+
+
+def test_calls_without_a_loop_return_the_last_result():
+    timer = Timer(tuple(jax.devices()[:1]), "processor", enough_seconds=2e-3, rounds=3)
+    one = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert 0 < timer.seconds(lambda x: x * 0.5, (one,), in_loop=False) < 1e-2
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"])
+def test_what_is_taken_off_a_collective_has_its_shape(op):
+    mesh, size = jax.sharding.Mesh(jax.devices(), ("group",)), 8
+    for turn in (_turns(size)[op][0], _ALONE[op](size)):
+        whole = jax.shard_map(
+            _made_and_read(turn), mesh=mesh, in_specs=jax.P("group"), out_specs=jax.P("group"), check_vma=False
+        )
+        shape = jax.eval_shape(whole, jax.ShapeDtypeStruct((size * 64,), jnp.float32)).shape
+        assert shape == (size * {"all_gather": 512, "reduce_scatter": 8}.get(op, 64),)
 
 
 def test_another_clock_is_refused():

@@ -20,6 +20,9 @@ class Compiler:
     - `stores_zeros`: zeros that are added into and read by loops too are stored, as `cost.memory.zeros` says.
     - `splits_products`: products with few tiles are stored in parts, as `cost.memory.products` says.
     - `copies_donated`: copies are decided on before steps have an order, as `cost.memory.donating` says.
+    - `sends_apart`: all-reduces that became one are still sent array by array.
+    - `swaps_filters`: in a convolution of an image with fewer places than the filter has, the two change roles, for
+      which there is no library.
     - `reduces_by_library`: sums and maxima of many float32 elements are kernels of a library, which reads stored arrays
       but for the arithmetic that it does itself.
     """
@@ -34,17 +37,23 @@ class Compiler:
     splits_products: bool = False
     copies_donated: bool = False
     reduces_by_library: bool = False
+    sends_apart: bool = False
+    swaps_filters: bool = False
 
 
 # What is fused and ordered on a CPU shows in the modules of the cells that `python -m benchmarks planner` does not hold
 # out, and in those of `tests/cost/memory`: copies in `test_donating.py`, the order in `test_orders.py`, and sums of the
-# library in `test_library.py` (`IsReduceOpOffloadedToYnn` in XLA).
+# library in `test_library.py` (`IsReduceOpOffloadedToYnn` in XLA). Its all-reduces wait once for each array that they
+# sum (xla/backends/cpu/runtime/all_reduce_thunk.cc), and its simplifier swaps the operands of convolutions
+# (`SwapConvOperands` in xla/hlo/transforms/simplifiers/algebraic_simplifier.cc).
 CPU = Compiler(
     transposes_operands=True,
     combines_bytes=2**62,
     reduces_apart=True,
     copies_donated=True,
     reduces_by_library=True,
+    sends_apart=True,
+    swaps_filters=True,
 )
 TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
 # A GPU's products read operands in any order of dims, and XLA joins collectives up to 30 MB there

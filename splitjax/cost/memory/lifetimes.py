@@ -104,6 +104,12 @@ def predict_program_memory(placed: PlacedProgram) -> ProgramMemory:
     return ProgramMemory(held, likely.num_bytes, held + round(factor * most.num_bytes), tuple(alive))
 
 
+def temporary_bytes(placed: PlacedProgram) -> int:
+    """Returns the `ProgramMemory.temporary_bytes` of a program alone. `placed`: the program."""
+    simulated = _simulated(placed)
+    return peak_of(simulated.schedule, simulated.storage.sizes, simulated.free, simulated.order).num_bytes
+
+
 def predict_timeline(placed: PlacedProgram) -> MemoryTimeline:
     """Predicts what a device stores at each moment of a program, whose peak is what `predict_program_memory` expects.
     The largest arrays have their layers. `placed`: the program."""

@@ -59,6 +59,11 @@ class Machine:
         """What a step takes beside what its device does."""
         return self.calibration.call_seconds if self.calibration is not None else 0.0
 
+    def new_memory_seconds(self, num_bytes: float) -> float:
+        """Returns what a call takes to get so many bytes from the system: where allocators give large blocks back after
+        each call (glibc's those above 32 MiB), every page of them is made again when it is first written."""
+        return self.calibration.new_memory_seconds(num_bytes) if self.calibration is not None else 0.0
+
     def seconds(self, task: Task) -> float:
         """Returns what a `task` takes that is neither a loop nor waits for anything."""
         if task.op:
@@ -92,7 +97,7 @@ class Machine:
             return 0.0
         if self.calibration is not None:
             between = any(self.crosses_processes(axis) for axis in axes)
-            return self.calibration.collective_seconds(task.op, count, between, task.sent_bytes)
+            return self.calibration.collective_seconds(task.op, count, between, task.sent_bytes, task.num_messages)
         found, left = 0.0, task.sent_bytes
         for number, axis in enumerate(axes):
             route = self.routes[axis]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from splitjax.cost.memory.lifetimes import PlacedProgram
+from splitjax.cost.memory.lifetimes import PlacedProgram, temporary_bytes
 from splitjax.cost.time.machine import Machine
 from splitjax.cost.time.schedule import Timed, simulate
 from splitjax.cost.time.work import tasks_of
@@ -59,7 +59,8 @@ class StepTime:
     - `seconds`: of the whole step.
     - `computing_seconds`: that its devices compute. `sending_seconds`: that collectives take.
     - `hidden_seconds`: of these, what goes on while the device computes.
-    - `call_seconds`: what the call takes besides.
+    - `call_seconds`: what the call takes besides. `new_memory_seconds`: of it, what the system takes to make the
+      memory that the call asks it for.
     - `parts`: every operation and collective, the longest first.
     - `is_lower_bound`: whether nothing was measured of the machine, so that everything is taken to run at the figures
       that its vendor publishes: the time is a lower bound, for the kernels and rings that are predicted.
@@ -74,6 +75,7 @@ class StepTime:
     parts: tuple[TimedPart, ...]
     is_lower_bound: bool
     layers: tuple[LayerCost, ...] = ()
+    new_memory_seconds: float = 0.0
 
     @property
     def collectives(self) -> tuple[TimedPart, ...]:
@@ -96,15 +98,18 @@ def predict_time(placed: PlacedProgram, machine: Machine, layered: bool = False)
     parts = list(_parts(timed, 1))
     computing = sum(part.seconds for part in parts if not part.op)
     sending = sum(part.seconds for part in parts if part.op)
+    new_memory = machine.new_memory_seconds(1.0) and machine.new_memory_seconds(temporary_bytes(placed))
+    call = machine.call_seconds + new_memory
     return StepTime(
-        seconds=end + machine.call_seconds,
+        seconds=end + call,
         computing_seconds=computing,
         sending_seconds=sending,
         hidden_seconds=max(computing + sending - end, 0.0),
-        call_seconds=machine.call_seconds,
+        call_seconds=call,
         parts=together(parts),
         is_lower_bound=machine.calibration is None,
         layers=tuple(LayerCost(layer, *sums) for layer, sums in _by_layer(timed, 1).items()) if layered else (),
+        new_memory_seconds=new_memory,
     )
 
 

@@ -59,7 +59,7 @@ class Task:
       matrices of a batched product). `flops`, `num_bytes`: of it all, bytes read and written in memory.
     - `dtype`: of its operands.
     - `op`: the kind of collective; empty for what is none. `axes`: the mesh axes that it goes over. `sent_bytes`: what
-      the device sends, by the ring formulas.
+      the device sends, by the ring formulas. `num_messages`: in how many messages, one after the other.
     - `reads`, `writes`: numbers of what it waits for and makes.
     - `inside`: of a loop, what a turn does. `turns`: how many there are.
     - `layers`: whose it is, as (layer, share), where that was asked for; an empty name for nobody's.
@@ -75,6 +75,7 @@ class Task:
     op: str = ""
     axes: Axes = ()
     sent_bytes: float = 0.0
+    num_messages: int = 1
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     inside: tuple[Task, ...] = ()
@@ -135,9 +136,12 @@ class _Reader:
         node = self.makers.get(step.writes[0] if step.made is None else step.made) if step.writes else None
         reads, writes = tuple(step.reads), tuple(step.writes)
         if step.name == "all_reduces":  # several that became one
-            sent = sum(self.collective(maker).sent_bytes for each in writes if (maker := self.makers.get(each)))
-            axes = tuple(step.combines[1:])
-            yield Task(step.name, op="all_reduce", axes=axes, sent_bytes=sent, reads=reads, writes=writes)
+            each_sends = [self.collective(maker).sent_bytes for each in writes if (maker := self.makers.get(each))]
+            axes, apart = tuple(step.combines[1:]), len(each_sends) if self.compiler.sends_apart else 1
+            yield Task(
+                step.name, op="all_reduce", axes=axes, sent_bytes=sum(each_sends), num_messages=max(apart, 1),
+                reads=reads, writes=writes,
+            )  # fmt: skip
         elif step.inside:
             regions = self.regions.get(step.writes[0], ()) if step.writes else ()
             branches = [self.tasks(s, r) for s, r in zip(step.inside, regions, strict=False)]
@@ -231,7 +235,12 @@ class _Reader:
         made = math.prod(out[dim] for dim in numbers.out_spec[2:])
         before, after = filters[numbers.rhs_spec[1]], filters[numbers.rhs_spec[0]]
         flops = 2.0 * math.prod(out) * window * before
-        if window > made:  # the filter's gradient: the other gradient is its window, and the examples are summed
+        dilations = node.params.get("lhs_dilation") or (1,) * len(numbers.lhs_spec[2:])
+        places = math.prod((image[dim] - 1) * by + 1 for dim, by in zip(numbers.lhs_spec[2:], dilations, strict=True))
+        if places < window and self.compiler.swaps_filters:
+            return flops, Load(OperationKind.SMALL_CONVOLUTION, flops, min(before, after))
+        # The filter's gradient has the other gradient for its window, of the size of the image, and sums the examples.
+        if made < window <= places or window == places < made:
             narrow = min(image[numbers.lhs_spec[0]], after)
             return flops, Load(OperationKind.FILTER_GRADIENT, flops, narrow)
         return flops, Load(OperationKind.CONVOLUTION, flops, min(before, after))

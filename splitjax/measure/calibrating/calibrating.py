@@ -21,10 +21,13 @@ _PACKAGES = ("jax", "jaxlib")
 _WARM = (
     OperationKind.CONVOLUTION,
     OperationKind.FILTER_GRADIENT,
+    OperationKind.SMALL_CONVOLUTION,
     OperationKind.SORT,
     OperationKind.RANDOM,
     OperationKind.TRANSPOSE,
 )
+# Bytes that a call is given, below and above the 32 MiB up to which glibc's allocator keeps what a program frees.
+_NEW_MEMORY = (4 << 20, 28 << 20, 40 << 20, 160 << 20)
 
 
 def calibrate(
@@ -65,6 +68,11 @@ def calibrate(
         seconds = timer.seconds(probe.turn, probe.arrays, cold=probe.kind not in _WARM, in_loop=probe.in_loop)
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")
+    if not is_accelerator:
+        for num_bytes in _NEW_MEMORY[:2] if quick else _NEW_MEMORY:
+            seconds = timer.new_memory_seconds(num_bytes)
+            by_kind.setdefault((OperationKind.NEW_MEMORY, "float32"), []).append(Point(0, float(num_bytes), seconds))
+            told(f"{num_bytes >> 20} MiB of new memory: {1e3 * seconds:.4g} ms")
     curves = tuple(
         Curve(kind, dtype, tuple(sorted(points, key=lambda point: (point.narrow, point.size))))
         for (kind, dtype), points in by_kind.items()

@@ -96,7 +96,9 @@ _LARGE_CONVOLUTIONS = {
 def _convolutions(
     sizes: Mapping[int, Sequence[tuple[int, int, int, int]]] = _CONVOLUTIONS,
 ) -> Iterator[Probe]:
-    numbers = ("NHWC", "HWIO", "NHWC")
+    def forward(x: Array, w: Array) -> Array:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
     for narrow, shapes in sizes.items():
         for batch, side, before, after in shapes:
             flops = 2.0 * batch * side * side * 9 * before * after
@@ -106,15 +108,17 @@ def _convolutions(
                 _f32(batch, side, side, after),
             )
 
-            def forward(x: Array, w: Array) -> Array:
-                return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-
             def of_filter(x: Array, ct: Array, filters: Any = filters) -> Array:
                 _, transposed = jax.vjp(lambda w: forward(x, w), jnp.zeros(filters.shape, filters.dtype))
                 return transposed(ct)[0]
 
             yield Probe(OperationKind.CONVOLUTION, narrow, flops, forward, (image, filters), in_loop=False)
             yield Probe(OperationKind.FILTER_GRADIENT, narrow, flops, of_filter, (image, made), in_loop=False)
+    if sizes is _CONVOLUTIONS:
+        for batch, channels in ((2, 16), (8, 64), (16, 128)):
+            flops = 2.0 * batch * 4 * 9 * channels * channels
+            arrays = _f32(batch, 2, 2, channels), _f32(3, 3, channels, channels)
+            yield Probe(OperationKind.SMALL_CONVOLUTION, channels, flops, forward, arrays, in_loop=False)
 
 
 _LENGTHS = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)

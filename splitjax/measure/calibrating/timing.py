@@ -30,6 +30,7 @@ AXES = ("apart", "group")
 _AMONG = PartitionSpec(None, AXES)  # of sets of arrays: each device has its own
 _MOST_TURNS = 1 << 20
 _WRITTEN_TURNS = 4  # at least, of what does not run in a loop
+_MOST_WAITING = 32  # calls that are made before one is waited for
 _LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
 # Arrays up to this size are timed again and again; of larger ones so many sets that no cache has them all.
 _WARM_BYTES, _MOST_SETS = 1 << 18, 12
@@ -135,6 +136,26 @@ class Timer:
         (seconds,) = of_process_0([typical(found)])
         return seconds
 
+    def new_memory_seconds(self, num_bytes: int) -> float:
+        """Returns what a call takes longer when each device writes its result of so many bytes into memory that the
+        call asks for, than into an argument's."""
+        array = jax.ShapeDtypeStruct((num_bytes // 4,), jnp.float32)
+        mesh, spec = self.mesh(), PartitionSpec(None, AXES)
+        kept, given = (
+            jax.jit(lambda x: x * jnp.float32(0.999), donate_argnums=(0,) if donates else ())
+            for donates in (True, False)
+        )
+        source, target = (_filled(array, 1, mesh, spec) for _ in range(2))
+        pairs = []
+        for _ in range(self.rounds + 1):
+            started = self._now()
+            jax.block_until_ready(given(source))
+            between = self._now()
+            target = jax.block_until_ready(kept(target))
+            pairs.append((between - started, self._now() - between))
+        (seconds,) = of_process_0([turns_alone(pairs[1:])])
+        return max(seconds, _LEAST_SECONDS)
+
     def _now(self) -> float:
         if self.clock == "wall":
             return time.perf_counter()
@@ -194,12 +215,17 @@ def _one_by_one(turn: Callable[..., Any], result: Any, values: Sequence[Any], nu
         specs = tuple(_AMONG for _ in values)
         return jax.jit(jax.shard_map(turns, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(AXES), check_vma=False))
 
-    with_turns, empty = program(num_turns), program(0)
-    return _Turns(
-        lambda times: [with_turns(*values) for _ in range(times)],
-        lambda times: [empty(*values) for _ in range(times)],
-        num_turns,
-    )
+    def called(each: Any) -> Callable[[int], Any]:
+        def times(count: int) -> Any:
+            last = None
+            for number in range(count):
+                # Results of many calls that nobody waits for would fill the memory.
+                last = jax.block_until_ready(each(*values)) if number % _MOST_WAITING == 0 else each(*values)
+            return last
+
+        return times
+
+    return _Turns(called(program(num_turns)), called(program(0)), num_turns)
 
 
 def typical(seconds: Sequence[float]) -> float:

@@ -27,6 +27,10 @@ def time_document(time: StepTime) -> Document:
         f" {seconds_text(time.computing_seconds)}, collectives take {seconds_text(time.sending_seconds)}, of which"
         f" {seconds_text(time.hidden_seconds)} go on while they compute"
     )
+    if time.new_memory_seconds:
+        sentence += (
+            f"; {seconds_text(time.new_memory_seconds)} go by while the system makes the memory that it asks for"
+        )
     bound = "nothing was measured of this machine: operations are taken to reach its published peaks"
     rows = []
     for part in time.parts[:_NUM_PARTS]:

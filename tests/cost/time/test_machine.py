@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 
@@ -12,7 +13,7 @@ from splitjax.cost.time.machine import Machine
 from splitjax.cost.time.work import Load, Task
 from splitjax.errors import TargetError
 from splitjax.machines import Link, parse_target
-from splitjax.machines.calibration import Calibration, OperationKind
+from splitjax.machines.calibration import Calibration, Curve, OperationKind, Point
 
 DATA = pathlib.Path(__file__).parents[2] / "codec" / "data"
 
@@ -54,6 +55,35 @@ def test_a_measured_machine_is_asked_by_kind_and_size():
     moved = calibration.seconds(OperationKind.ELEMENTWISE, 1e9)
     assert machine.seconds(Task("dot", loads=(one,), num_bytes=1e9)) == pytest.approx(moved) and moved > seconds
     assert not machine.overlaps and machine.seconds(Task("sum", op="all_reduce", axes=())) == 0
+
+
+def test_what_is_sent_apart_waits_for_each_message():
+    machine = Machine.measured(Calibration.load(DATA / "calibration.json"), {"data": 2})
+    one, five = (
+        machine.seconds(Task("sum", op="all_reduce", axes=("data",), sent_bytes=1e6, num_messages=number))
+        for number in (1, 5)
+    )
+    waits = machine.seconds(Task("sum", op="all_reduce", axes=("data",)))
+    assert waits > 0 and five - one == pytest.approx(4 * waits)
+
+
+def test_new_memory_is_what_was_measured_of_it():
+    known = Calibration.load(DATA / "calibration.json")
+    assert Machine.measured(known, {"data": 2}).new_memory_seconds(1e9) == 0  # measured before there was such a kind
+    points = (Point(0, 28 * 2.0**20, 1e-9), Point(0, 40 * 2.0**20, 4e-3))
+    curve = Curve(OperationKind.NEW_MEMORY, "float32", points)
+    machine = Machine.measured(dataclasses.replace(known, curves=(*known.curves, curve)), {"data": 2})
+    assert machine.new_memory_seconds(400 * 2**20) == pytest.approx(4e-2)
+    assert machine.new_memory_seconds(2**20) == 1e-9 and machine.new_memory_seconds(0) == 0
+    assert Machine.published(parse_target("gpu:h200:8"), {"data": 8}).new_memory_seconds(1e9) == 0
+
+
+def test_small_convolutions_that_were_not_measured_count_as_others():
+    known = Calibration.load(DATA / "calibration.json")
+    curves = tuple(curve for curve in known.curves if curve.kind is not OperationKind.SMALL_CONVOLUTION)
+    known = dataclasses.replace(known, curves=curves)
+    of_kind = lambda kind: known.seconds(kind, 1e8, 64)
+    assert of_kind(OperationKind.SMALL_CONVOLUTION) == of_kind(OperationKind.CONVOLUTION) > 0
 
 
 def test_which_axes_leave_a_process():

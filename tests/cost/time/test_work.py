@@ -66,6 +66,42 @@ def test_flops_and_bytes_are_those_of_the_plan(rules, mesh):
     assert planned > 0 and found["sent_bytes"] == pytest.approx(planned, abs=64)
 
 
+@pytest.mark.parametrize(("platform", "messages"), [("cpu", 5), ("gpu", 1)])
+def test_a_processors_joined_sums_are_sent_array_by_array(platform, messages):
+    # Four gradients and the loss, in one all-reduce of the program.
+    def with_biases(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["up"]["kernel"] + params["up"]["bias"])
+        return jnp.mean((hidden @ params["down"]["kernel"] + params["down"]["bias"]) ** 2)
+
+    state = {name: {**layer, "bias": f32(WIDTH)} for name, layer in TWO.items()}
+    step = step_of(with_biases, "data_parallel", {"data": 8})
+    placed = placed_program(step._recipe, step._programs.entry((state, EXAMPLES)), "time")
+    found = tasks_of(dataclasses.replace(placed, platform=platform))
+    assert [task.num_messages for task in found if task.op] == [messages]
+
+
+@pytest.mark.parametrize(("side", "kinds"), [(4, "CONVOLUTION"), (2, "SMALL_CONVOLUTION")])
+def test_which_convolutions_no_library_computes(side, kinds):
+    """Of 2 x 2 places under a filter of 3 x 3: XLA's CPU compiler swaps the two, as its modules show."""
+
+    def convolved(params, batch):
+        image = batch["x"]
+        for name in ("a", "b"):
+            image = jax.lax.conv_general_dilated(
+                image, params[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        return jnp.mean(image**2)
+
+    state, batch = {name: f32(3, 3, 8, 8) for name in "ab"}, {"x": f32(64, side, side, 8)}
+    step = step_of(convolved, "data_parallel", {"data": 8})
+    found = [task.loads[0] for task in tasks(step, state, batch) if task.name == "conv_general_dilated"]
+    # Two forward, one of an image, and two of filters, which sum the examples.
+    assert sorted(load.kind.name for load in found) == sorted([kinds] * 3 + ["FILTER_GRADIENT"] * 2)
+    assert {load.size for load in found if load.kind.name == kinds} == {2.0 * 8 * side * side * 9 * 8 * 8}
+    text = step.lower(state, batch).compile().as_text()
+    assert ("rhs_reversal" in text) == (side == 2)
+
+
 def test_a_scan_runs_as_often_as_it_has_blocks():
     step = step_of(scanned, "data_parallel", {"data": 8})
     found = tasks(step, {"blocks": f32(6, WIDTH, WIDTH)}, EXAMPLES)
