@@ -24,7 +24,7 @@ from benchmarks._common import table, write_stored
 from benchmarks.planner.speed_cells import FLAGS, LAYOUTS, LINKS, NUM_DEVICES, SpeedCell, every_cell, made, run
 
 GOALS = {"error": 0.05, "rank": 0.95}
-ROUNDS, QUICK_ROUNDS = 30, 4
+ROUNDS, QUICK_ROUNDS = 15, 4
 QUICK = (SpeedCell("mlp", "megatron", 32), SpeedCell("mlp", "data_parallel", 32))
 
 

@@ -17,6 +17,10 @@ from splitjax.measure.calibrating.timing import Timer, turns_alone, typical
 def test_a_line_is_found_again():
     link = fit([(sent, 1e-4 + sent / 2e9) for sent in (1e3, 1e5, 1e7)])
     assert link.latency_seconds == pytest.approx(1e-4) and link.bytes_per_second == pytest.approx(2e9)
+    # Small messages take what they take, whatever large ones do.
+    bent = fit([(1e3, 2e-4), (1e5, 2.2e-4), (1e6, 2e-3), (4e6, 4e-3)])
+    assert bent.latency_seconds + 1e3 / bent.bytes_per_second == pytest.approx(2e-4)
+    assert bent.latency_seconds + 4e6 / bent.bytes_per_second == pytest.approx(4e-3, rel=0.3)
     # A slope that noise made negative is none.
     assert fit([(1e3, 2e-5), (1e6, 1e-5)]).bytes_per_second == pytest.approx(1e15)
 

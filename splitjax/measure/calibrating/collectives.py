@@ -1,7 +1,7 @@
 """Times collectives: among each number of devices of a process, and between processes, latency and rate of each kind.
 
 A `Timer` comes in, the fits come out. A line through the times of several sizes is what alpha-beta models are made of
-(Hockney 1994, "The communication challenge for MPP"); it is fitted to relative errors, so that small messages count.
+(Hockney 1994, "The communication challenge for MPP").
 
 What a step sends its devices have just computed, and what it receives they read next, so that messages change caches on
 the way. Turns do both, and what they take that send nothing is taken off.
@@ -99,13 +99,10 @@ def _made_and_read(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Link:
-    """Fits (bytes, seconds) by a latency and a rate, such that the squares of relative errors are least; neither is
-    negative."""
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    x = sum(w * sent for w, (sent, _) in zip(weights, points, strict=True)) / total
-    y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
-    over = sum(w * (sent - x) * (seconds - y) for w, (sent, seconds) in zip(weights, points, strict=True))
-    under = sum(w * (sent - x) ** 2 for w, (sent, _) in zip(weights, points, strict=True))
+    """Fits (bytes, seconds) by a latency and a rate, neither of which is negative: the smallest message takes what it
+    was measured to take, since steps send many small ones; of the others the squares of relative errors are least."""
+    (least, shortest), *others = sorted(points)
+    over = sum((sent - least) * (seconds - shortest) / seconds**2 for sent, seconds in others)
+    under = sum((sent - least) ** 2 / seconds**2 for sent, seconds in others)
     slope = max(over / under if under else 0.0, 1e-15)
-    return Link(max(y - slope * x, 0.0), 1 / slope)
+    return Link(max(shortest - slope * least, 0.0), 1 / slope)
