@@ -21,6 +21,9 @@ def test_a_line_is_found_again():
     bent = fit([(1e3, 2e-4), (1e5, 2.2e-4), (1e6, 2e-3), (4e6, 4e-3)])
     assert bent.latency_seconds + 1e3 / bent.bytes_per_second == pytest.approx(2e-4)
     assert bent.latency_seconds + 4e6 / bent.bytes_per_second == pytest.approx(4e-3, rel=0.3)
+    # As measured behind 1 Gb/s, where other work delayed the smallest message: it made the rate endless.
+    delayed = fit([(1024.0, 2.056e-3), (65536.0, 5.05e-4), (1048576.0, 1.19e-2), (4194304.0, 5.19e-2)])
+    assert delayed.latency_seconds < 6e-4 and 5e7 < delayed.bytes_per_second < 1.5e8
     # A slope that noise made negative is none.
     assert fit([(1e3, 2e-5), (1e6, 1e-5)]).bytes_per_second == pytest.approx(1e15)
 

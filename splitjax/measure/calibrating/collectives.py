@@ -9,6 +9,7 @@ the way. Turns do both, and what they take that send nothing is taken off.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,10 +100,14 @@ def _made_and_read(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Link:
-    """Fits (bytes, seconds) by a latency and a rate, neither of which is negative: the smallest message takes what it
-    was measured to take, since steps send many small ones; of the others the squares of relative errors are least."""
-    (least, shortest), *others = sorted(points)
-    over = sum((sent - least) * (seconds - shortest) / seconds**2 for sent, seconds in others)
-    under = sum((sent - least) ** 2 / seconds**2 for sent, seconds in others)
-    slope = max(over / under if under else 0.0, 1e-15)
+    """Fits (bytes, seconds) by a latency and a rate, neither of them negative. The smallest message takes what it was
+    measured to take, since steps send many small ones; the rate is the median of those from there to each larger one.
+    No message counts as slower than a larger one of its kind: what made it slower was other work."""
+    ordered = sorted(points)
+    for number in reversed(range(len(ordered) - 1)):
+        sent, seconds = ordered[number]
+        ordered[number] = sent, min(seconds, ordered[number + 1][1])
+    (least, shortest), *others = ordered
+    slopes = [(seconds - shortest) / (sent - least) for sent, seconds in others]
+    slope = max(statistics.median(slopes) if slopes else 0.0, 1e-15)
     return Link(max(shortest - slope * least, 0.0), 1 / slope)
