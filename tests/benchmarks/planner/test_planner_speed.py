@@ -28,8 +28,16 @@ def test_errors_are_of_what_was_measured():
 def test_only_held_out_cells_are_quoted_apart():
     cells = [cell("a/b/1/one process", 1.0, 1.0), cell("c/b/1/one process", 3.0, 1.0, held_out=False)]
     page = "\n".join(lines_of({"header": "", "notes": [], "cells": cells}))
-    assert "| one process | held out | 1 | 0.0% of 5% |" in page
-    assert "| one process | looked at | 1 | 200.0% of 5% (missed) |" in page
+    held_out, looked_at = page.split("## Cells that were ")[1:]
+    assert held_out.startswith("held out") and "| one process | 1 | 0.0% | 0.0% | 1.000 |" in held_out
+    assert looked_at.startswith("looked at") and "| one process | 1 | 200.0% | 200.0% | 1.000 |" in looked_at
+    assert "Missed: no goal." in page
+
+
+def test_what_is_missed_is_said():
+    cells = [cell(f"{name}/b/1/one process", *each) for name, each in zip("abc", [(1, 1), (3, 2), (2, 3)], strict=True)]
+    page = "\n".join(lines_of({"header": "", "notes": [], "cells": cells}))
+    assert "Missed: the error, one process; the rank correlation, one process." in page
 
 
 def test_cells_have_names_of_their_own():
