@@ -11,7 +11,7 @@ from splitjax.machines.calibration import Calibration, OperationKind
 from splitjax.measure.calibrating import calibrate
 from splitjax.measure.calibrating.collectives import _ALONE, _made_and_read, _powers, _turns, fit
 from splitjax.measure.calibrating.operations import probes
-from splitjax.measure.calibrating.timing import Timer, turns_alone, typical
+from splitjax.measure.calibrating.timing import _MOST_WAITING, Timer, _one_by_one, turns_alone, typical
 
 
 def test_a_line_is_found_again():
@@ -93,10 +93,14 @@ def test_large_results_take_the_system_longer_than_their_writing():
     assert large > 10 * small > 0
 
 
-def test_calls_without_a_loop_return_the_last_result():
-    timer = Timer(tuple(jax.devices()[:1]), "processor", enough_seconds=2e-3, rounds=3)
+def test_calls_without_a_loop_keep_the_last_result_alone():
+    # Results of all calls at once were gigabytes where other work made many calls necessary.
+    mesh = Timer(tuple(jax.devices()[:1])).mesh()
     one = jax.ShapeDtypeStruct((8,), jnp.float32)
-    assert 0 < timer.seconds(lambda x: x * 0.5, (one,), in_loop=False) < 1e-2
+    turns = _one_by_one(lambda x: x * 0.5, one, [jnp.ones((1, 1, 8))], 1, mesh)
+    last = turns.run(3 * _MOST_WAITING)
+    assert isinstance(last, jax.Array) and last.shape == (1, 8) and float(last[0, 0]) == 0.5
+    assert turns.without(2).shape == (1, 8) and turns.num_turns >= 4
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"])

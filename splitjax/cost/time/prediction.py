@@ -98,7 +98,9 @@ def predict_time(placed: PlacedProgram, machine: Machine, layered: bool = False)
     parts = list(_parts(timed, 1))
     computing = sum(part.seconds for part in parts if not part.op)
     sending = sum(part.seconds for part in parts if part.op)
-    new_memory = machine.new_memory_seconds(1.0) and machine.new_memory_seconds(temporary_bytes(placed))
+    # Temporaries take as long to predict as the tasks: only where the machine was asked what memory costs.
+    is_known = machine.new_memory_seconds(1.0) > 0
+    new_memory = machine.new_memory_seconds(temporary_bytes(placed)) if is_known else 0.0
     call = machine.call_seconds + new_memory
     return StepTime(
         seconds=end + call,
