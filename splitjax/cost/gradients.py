@@ -34,6 +34,7 @@ class Weight:
       over devices, but over the axes `within` alone their sum is. `sums_apart`: whether these gradients are all-reduced
       one by one.
     - `gathering`: the axes along which workers have it whole all the time, if it is stored over them.
+    - `loop_sums`: how often XLA sums its gradient over devices, whole, in a loop that is left to it.
     - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
       how often rematerialisation repeats it.
     """
@@ -52,6 +53,7 @@ class Weight:
     within: Axes = ()
     gathering: Axes = ()
     sums_apart: bool = False
+    loop_sums: int = 1
     dealt: tuple[tuple[Axes, int, int], ...] = ()
 
 
@@ -64,8 +66,9 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     of the gradient is all-reduced; where the gradient or the optimizer state is split over them, the gradient is
     reduce-scattered and the new values are gathered instead (stages 1 and 2), which is as many bytes. Where devices
     have parts of the gradient of a whole weight, an all-gather puts these together, unless its state lies in parts,
-    too. Workers that take all gradients in one loop gather a stored weight before it, once. Weights are gathered, and
-    gradients summed, in the dtype in which the weight is used; new values have that of the parameter.
+    too. Workers that take all gradients in one loop gather a stored weight before it, once. In a loop that is left to
+    XLA a gradient is all-reduced in every iteration, over the devices that store parts of it, too. Weights are
+    gathered, and gradients summed, in the dtype in which the weight is used; new values have that of the parameter.
     """
     leaf, parts, mesh, batch_axes = weight.leaf, weight.parts, setting.mesh, setting.batch_axes
     split = tuple(axis for axis in leaf.axes if axis in mesh.wide)
@@ -84,19 +87,22 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
             held *= mesh.size(axes)
             yield from [("all_gather", axes, held, of_pass(Kind.STORED_WEIGHT, leaf.path))] * times
     left = shard * mesh.size(stored)
-    times = 1 if at_once else weight.times
-    for axes in of_dims:
-        yield from [("reduce_scatter", axes, left, on_backward(Kind.GRADIENT, leaf.path))] * times
-        left //= mesh.size(axes)
     taken = {*split, *weight.in_group}
     summed = tuple(axis for axis in batch_axes if axis in mesh.wide and axis not in taken)
+    in_loop = weight.loop_sums > 1
+    if in_loop and (over := tuple(axis for axis in mesh.names if axis in (*stored, *summed))):
+        yield "all_reduce", over, weight.loop_sums * left, on_backward(Kind.GRADIENT, leaf.path)
+    times = 1 if at_once else weight.times
+    for axes in () if in_loop else of_dims:
+        yield from [("reduce_scatter", axes, left, on_backward(Kind.GRADIENT, leaf.path))] * times
+        left //= mesh.size(axes)
     split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     # A group's parts of a gradient stay parts where the state is split over the group, too.
     onto = tuple(axis for axis in parts if axis in weight.in_group and axis in split_state)
     times = 1 if set(summed) <= set(weight.within) else weight.times
-    if zero:
+    if zero and not in_loop:
         gradient = "reduce_scatter", zero, shard // mesh.size(onto), on_backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
         yield from [gradient] * times
     if over := tuple(axis for axis in mesh.names if axis in (*zero, *onto)):
@@ -104,7 +110,7 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         if onto and over[: len(onto)] != onto:
             yield "collective_permute", over, shard // mesh.size(over), on_backward(Kind.GRADIENT_GROUPS, leaf.path)
         yield "all_gather", over, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
-    if rest:
+    if rest and not in_loop:
         part = shard // mesh.size((*zero, *parts)) if zero or parts else shard
         gradient = "all_reduce", rest, part, on_backward(Kind.GRADIENT, leaf.path)
         yield from [gradient] * (times if weight.sums_apart else 1)

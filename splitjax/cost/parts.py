@@ -50,6 +50,8 @@ class Manner:
       they send it: where gradients are taken in microbatches. `gathering`: the mesh axes along which workers gather a
       weight that is stored over these, once, before they take gradients; none where they have no such weights.
       `gathered`: the same by the path of a weight, of those that workers have whole in a loop alone.
+    - `loop_sums`: by path, how often a gradient is summed over devices, of those that XLA sums in every iteration of a
+      loop (`cost.loop_sums`).
     - `sums_statistics`: whether statistics of the batch are those of all examples; else each worker has those of its
       own.
     """
@@ -64,6 +66,7 @@ class Manner:
     within: Axes = ()
     gathering: Axes = ()
     gathered: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    loop_sums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_statistics: bool = True
 
 
@@ -176,6 +179,7 @@ class Layout:
             times_forward=structure.times_forward.get(path, 1),
             times_back=structure.times_back.get(path, 1),
             sums_apart=manner.sums_apart,
+            loop_sums=manner.loop_sums.get(path, 1),
             dealt=tuple(self._dealt(leaf)),
         )
 

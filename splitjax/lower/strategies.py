@@ -58,6 +58,12 @@ class StepWays:
         inner = (way.inner if isinstance(way, WithRows) else way for way in self.full.values())
         return {path: axes for way in inner if isinstance(way, Looped) for path, axes in way.gathered.items()}
 
+    @property
+    def left(self) -> frozenset[Site]:
+        """The sites of the boundaries in which XLA adds gradients up, those of loops among them."""
+        inner = {site: way.inner if isinstance(way, WithRows) else way for site, way in self.full.items()}
+        return frozenset(site for site, way in inner.items() if type(way) is Whole)
+
 
 def choose_ways(step: DecidedStep, jaxpr: _compat.ClosedJaxpr, choices: BoundaryChoices) -> StepWays:
     """Chooses how each gradient boundary of a step runs, and prepares it.

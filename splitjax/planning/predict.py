@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from splitjax._compat import CPU_DROPS_BARRIERS
 from splitjax.cost import LaidOutStep, Manner, Prediction, predict_memory, predict_step, replaced
+from splitjax.cost.loop_sums import loop_sums
 from splitjax.plan import Collective, LeafPlan, Memory, PartialPlan, Plan, Spec, SyncPlan
 from splitjax.planning.draft import Draft
 from splitjax.planning.partial_plan import PartialCosts, PartialExchange
@@ -194,6 +195,7 @@ def dense_prediction(draft: Draft) -> Prediction:
         within=within,
         gathering=within if gathers else (),
         gathered={} if draft.ways is None else draft.ways.gathered,
+        loop_sums=draft.graph.once(loop_sums, frozenset() if draft.ways is None else draft.ways.left),
         sums_statistics=draft.partial is None,
     )
     return predict_step(step, manner)

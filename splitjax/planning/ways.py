@@ -143,6 +143,11 @@ class StepWays(Protocol):
         over these."""
         ...
 
+    @property
+    def left(self) -> frozenset[Site]:
+        """Returns the sites of the boundaries in which XLA adds gradients up, those of loops among them."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BoundaryChoices:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.dealt import DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
+from splitjax.step.deal_hoisting import with_deals_before
 from splitjax.step.dealt_values import NOTED, Acting, Dealt, FusedProduct, as_array, padded_parts
 from splitjax.step.per_microbatch import is_per_microbatch
 
@@ -96,15 +97,29 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
     # Inner bodies first: equations of a body that is traced again have other numbers, and sites lead through them.
     for prefix, targets in sorted(by_body.items(), key=lambda item: -len(item[0])):
         jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
+    around = {prefix[:end] for prefix in by_body for end in range(0, len(prefix), 2)}
+    for prefix in sorted(around, key=len, reverse=True):  # as above
+        jaxpr = _changed_at(jaxpr, prefix, _with_deals_before)
     return jaxpr
+
+
+def _with_deals_before(body: Any) -> Any:
+    """Returns a body whose loops have their weights dealt out before them."""
+    inner, _ = _compat.open_jaxpr(body)
+    return _compat.like_jaxpr(body, inner.replace(eqns=with_deals_before(inner.eqns)))
 
 
 def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
     """Returns the variables of the body at `prefix` that are weights which were dealt out before: by the operation, or
     each by itself, in shares, and then laid side by side within these."""
+    inner = _compat.open_jaxpr(_body_at(jaxpr, prefix))[0]
     dealt: set[Any] = set()
+    loop = equation_at(jaxpr, prefix[:-1]) if prefix else None
+    if loop is not None and kind_of(loop) is CallKind.SCAN:
+        before = _dealt_in(jaxpr, prefix[:-2])
+        dealt.update(v for v, outer in zip(inner.invars, loop.invars, strict=True) if _is_in(outer, before))
     shares: dict[Any, int] = {}  # by variable, the dim that counts them: it was cut out of the next one
-    for eqn in _compat.open_jaxpr(_body_at(jaxpr, prefix))[0].eqns:
+    for eqn in inner.eqns:
         name = eqn.primitive.name
         if name == DEAL:
             dealt.update(eqn.outvars)
@@ -119,6 +134,11 @@ def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
         } == {eqn.params["dimension"] - 1}:
             dealt.update(eqn.outvars)
     return frozenset(dealt)
+
+
+def _is_in(operand: Any, variables: Collection[Any]) -> bool:
+    """Tells whether an operand is one of the `variables`; literals cannot be hashed."""
+    return not isinstance(operand, _compat.Literal) and operand in variables
 
 
 def _body_around(jaxpr: Any, site: Site) -> int:

@@ -1,0 +1,77 @@
+"""Moves the dealing out of fused weights from the bodies of loops to before the loops.
+
+A step's jaxpr comes in whose products have their weights dealt out where they stand (`step.dealing`); the same step
+comes out. A weight that every iteration of a loop reads, such as that of a recurrent layer, is dealt out once, and so
+its gradient is taken back once, behind the loop's: in the body it would be in every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from splitjax import _compat
+from splitjax.primitives.calls import CallKind, kind_of
+from splitjax.primitives.dealt import DEAL
+
+_SAME_ELEMENTS = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")  # the last, of as many elements
+
+
+def with_deals_before(eqns: Iterable[Any]) -> list[Any]:
+    """Returns the equations of a body, in which each loop has the weights that it deals out in every iteration dealt
+    out before it."""
+    found: list[Any] = []
+    for eqn in eqns:
+        while kind_of(eqn) is CallKind.SCAN and (moved := _moved(eqn)) is not None:
+            before, eqn = moved
+            found += before
+        found.append(eqn)
+    return found
+
+
+def _moved(scan: Any) -> tuple[list[Any], Any] | None:
+    """Moves one weight's dealing out of a loop: returns equations that stand before it, and the loop without them; None
+    where there is none to move."""
+    body = scan.params["jaxpr"]
+    inner, _ = _compat.open_jaxpr(body)
+    num_consts, _ = _compat.scan_counts(scan.params)
+    consts = dict(zip(inner.invars[:num_consts], scan.invars[:num_consts], strict=True))
+    makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    for eqn in inner.eqns:
+        chain = _from_const(eqn, makers, consts) if eqn.primitive.name == DEAL else None
+        if chain is None:
+            continue
+        const = chain[0].invars[0]
+        if _num_reads(inner, const) > 1 or any(_num_reads(inner, one.outvars[0]) > 1 for one in chain[:-1]):
+            continue
+        value, before = consts[const], []
+        for one in chain:
+            result = _compat.new_variable(one.outvars[0])
+            before.append(one.replace(invars=[value], outvars=[result]))
+            value = result
+        left = [one for one in inner.eqns if all(one is not other for other in chain)]
+        at = next(number for number, v in enumerate(inner.invars) if v is const)
+        inputs = [*inner.invars[:at], eqn.outvars[0], *inner.invars[at + 1 :]]
+        changed = _compat.changed_jaxpr(body, inner.constvars, inputs, left, inner.outvars)
+        invars = [*scan.invars[:at], value, *scan.invars[at + 1 :]]
+        return before, scan.replace(invars=invars, params={**scan.params, "jaxpr": changed})
+    return None
+
+
+def _from_const(deal: Any, makers: dict[Any, Any], consts: dict[Any, Any]) -> list[Any] | None:
+    """Returns the equations that make a dealt weight of a constant of the loop, its casts first; None where something
+    else makes it."""
+    chain = [deal]
+    while (v := chain[0].invars[0]) not in consts:
+        maker = None if isinstance(v, _compat.Literal) else makers.get(v)
+        if maker is None or maker.primitive.name not in _SAME_ELEMENTS:
+            return None
+        if len(maker.invars) > 1 or maker.invars[0].aval.size != v.aval.size:
+            return None
+        chain.insert(0, maker)
+    return chain
+
+
+def _num_reads(inner: Any, variable: Any) -> int:
+    """Returns how often a body reads a variable, its results included."""
+    return sum(v is variable for eqn in inner.eqns for v in eqn.invars) + sum(v is variable for v in inner.outvars)
