@@ -45,7 +45,7 @@ class Manner:
       takes it from what is gathered for the place.
     - `drops_barriers`: whether the compiler drops the barriers of rematerialised calls before it merges equal
       operations, as that for CPUs of JAX before 0.11 does: it gathers once what several calls keep of one activation
-      (`cost.saved`).
+      (`cost.saved`), and a weight once for both passes.
     - `within`: the mesh axes along which workers lie that add up what all uses of a weight give to its gradient before
       they send it: where gradients are taken in microbatches. `gathering`: the mesh axes along which workers gather a
       weight that is stored over these, once, before they take gradients; none where they have no such weights.
@@ -168,7 +168,7 @@ class Layout:
             leaf,
             tuple(self.leaves[state] for state in structure.states_of.get(path, ())),
             experts=flows[uses[-1]].stacked if uses else (),
-            read_back=path in structure.read_back,
+            read_back=path in structure.read_back and not (manner.drops_barriers and path in structure.read_again),
             parts=self._parts_of(leaf),
             in_group=self._in_group(leaf),
             narrowed=narrowed,

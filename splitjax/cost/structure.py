@@ -40,7 +40,8 @@ class StepStructure:
     - `fed_from`: by batch leaf, the positions of the uses that read it.
     - `states_of`: by parameter, the positions of the optimizer state that mirrors it (moments; not factored statistics,
       which are small). `mirrors`: the reverse, by path of such a state.
-    - `read_back`: the parameters that the backward pass reads.
+    - `read_back`: the parameters that the backward pass reads, to compute forward values again among other things.
+      `read_again`: those that rematerialised calls alone read, outside of loops.
     - `added_to`: by parameter that no use reads (a bias), the positions of its layer's uses to whose output it may be
       added.
     - `beside_columns`: by parameter that no use reads and that is none of these (the scale of a normalisation, an
@@ -68,6 +69,7 @@ class StepStructure:
     states_of: Mapping[str, tuple[int, ...]]
     mirrors: Mapping[str, str]
     read_back: frozenset[str]
+    read_again: frozenset[str]
     added_to: Mapping[str, tuple[int, ...]]
     beside_columns: Mapping[str, tuple[int, ...]]
     added_by: Mapping[int, tuple[str, ...]]
@@ -107,6 +109,7 @@ class StepStructure:
         read_back = {links[i].use.param for i in back} | {
             path for path in position if path not in uses_of and path not in graph.added
         }
+        read_back.update(each.use.param for each in links if each.use.repeated)
         in_layer = _grouped(
             (names.get(each.use.param, each.use.layer), i) for i, each in enumerate(links) if not reads_ids(each.use)
         )
@@ -145,6 +148,11 @@ class StepStructure:
             states_of=_grouped((param, position[path]) for path, param in mirrors.items()),
             mirrors=mirrors,
             read_back=frozenset(read_back),
+            read_again=frozenset(
+                path
+                for path, uses in uses_of.items()
+                if all(links[i].use.reread and links[i].use.trips == 1 for i in uses)
+            ),
             added_to=added_to,
             beside_columns=beside_columns,
             added_by=_grouped((i, path) for path, uses in (added_to | beside_columns).items() for i in uses),
