@@ -11,7 +11,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,12 @@ from benchmarks.sparse import data
 from benchmarks.sparse.launch import Answers, Measured, others_text, over_workers, run_workers
 
 WAYS = ("dense", "all_gather", "blocks", "row_exchange", "auto")
+OWNERS = "tables with owners"  # each worker owns a part of the rows: the rule set `embedding_owner`
+LAYOUT = {"rules": "data_parallel"}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{way: LAYOUT if way == "dense" else {**LAYOUT, "sync": way} for way in WAYS},
+    OWNERS: {"rules": "embedding_owner", "uneven": "pad"},
+}
 TORCH_DENSE, TORCH_SPARSE = "PyTorch DDP, dense gradients", "PyTorch DDP, sparse gradients"
 TORCH_ALONE = "PyTorch, each worker for itself"
 THREADS = (1, 2)  # of a PyTorch worker, the faster of which is its rival
@@ -207,7 +213,8 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
             " All ways take turns on the same batches, none of which was among those that were observed."
             f" DDP trains the same model with the same ids in processes of its own, behind the same links, with"
             f" {' and '.join(map(str, THREADS))} threads a worker. *{ALONE[0].upper()}{ALONE[1:]}*: the same step"
-            f" without any exchange. {others_text(answers.others)} {note}".rstrip(),
+            f' without any exchange. *{OWNERS[0].upper()}{OWNERS[1:]}*: `rules="embedding_owner"` in place of'
+            f" `sync=`. {others_text(answers.others)} {note}".rstrip(),
             "",
         ],
         [],
@@ -253,7 +260,8 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
             "",
             *table(titles, out),
             "",
-            f"Loss of the first and the last step: {facts['losses'][0]:.4f}, {facts['losses'][1]:.4f}.",
+            f"Loss of the first and the last step: {facts['losses'][0]:.4f}, {facts['losses'][1]:.4f}. The first loss"
+            f" of tables with owners differs by {facts['first_losses_apart']:.1e} of it.",
             "",
         ]
         goals += _goals(f"{model}, {num_workers} workers, {link}", model, found, rival)
@@ -301,7 +309,8 @@ def _work(settings: dict[str, Any]) -> None:
 
 
 def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> dict[str, Any]:
-    """All ways train one state in turns: they compute the same numbers, and one state of 400 MB is enough."""
+    """All ways whose tables are whole train one state in turns: they compute the same numbers, and one state of 400 MB
+    is enough."""
     import jax
 
     import splitjax
@@ -312,14 +321,11 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
         name: jax.ShapeDtypeStruct((team.count * made.examples, *array.shape[1:]), array.dtype)
         for name, array in one.items()
     }
-    steps = {
-        way: splitjax.parallelize(
-            made.step, mesh={"data": team.count}, rules="data_parallel", **({} if way == "dense" else {"sync": way})
-        )
-        for way in WAYS
-    }
-    state = [steps["dense"].init(made.init, jax.random.key(0), example=(example,))]
-    layout = steps["dense"].shardings(state[0], example)[1]
+    steps = {way: splitjax.parallelize(made.step, mesh={"data": team.count}, **OPTIONS[way]) for way in OPTIONS}
+    # By layout: the ways that keep tables whole go on with one state, which their steps donate to each other.
+    key, whole = jax.random.key(0), WAYS[0]
+    states = {way: steps[way].init(made.init, key, example=(example,)) for way in (whole, OWNERS)}
+    layout = steps[whole].shardings(states[whole], example)[1]
     by_itself = _by_itself(made, team)
     batches = [
         {
@@ -328,17 +334,18 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
         }
         for number in range(OBSERVED + TIMED)
     ]
-    losses: list[float] = []
+    losses: dict[str, list[float]] = {way: [] for way in states}
 
     def run(way: str, number: int) -> None:
         if way == ALONE:
             by_itself(number)
             return
-        state[0], metrics = steps[way](state[0], batches[number])
-        jax.block_until_ready(state[0])
-        losses.append(float(metrics["loss"]))
+        own = way if way in states else whole
+        states[own], metrics = steps[way](states[own], batches[number])
+        jax.block_until_ready(states[own])
+        losses[own].append(float(metrics["loss"]))
 
-    every = (*WAYS, ALONE)
+    every = (*OPTIONS, ALONE)
     for way in every:
         for number in range(1 if way == "dense" else WARM):
             run(way, number)
@@ -354,17 +361,18 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
             unseen = lambda step, way=way, first=number * num_steps: run(way, OBSERVED + (first + step) % TIMED)
             turns[way].append(team.turn(unseen, num_steps))
     chosen = {
-        way: ", ".join(sorted({sync.scheme for sync in steps[way].plan(state[0], example).syncs}))
-        for way in WAYS
-        if way != "dense"
+        way: ", ".join(sorted({sync.scheme for sync in step.plan(states.get(way, states[whole]), example).syncs}))
+        for way, step in steps.items()
+        if way != whole
     }
-    parameters = ", ".join(f"{name} {' x '.join(map(str, one.shape))}" for name, one in state[0]["params"].items())
+    parameters = ", ".join(f"{name} {' x '.join(map(str, one.shape))}" for name, one in states[whole]["params"].items())
     return {
         "ways": turns,
         "examples": made.examples,
         "parameters": parameters,
         "chosen": chosen,
-        "losses": [losses[0], losses[-1]],
+        "losses": [losses[whole][0], losses[whole][-1]],
+        "first_losses_apart": abs(losses[OWNERS][0] / losses[whole][0] - 1),
     }
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import _calls, numbers, overhead, planning_time, state, verify, walk
+from benchmarks import _calls, kept_memory, numbers, overhead, planning_time, state, verify, walk
 from benchmarks._common import RESULTS, write_stored
 from benchmarks.modern import large
 
@@ -34,6 +34,8 @@ LARGE = large.Measured(
     18_400_001_000, large.Program(SENT, 1_500_000_000, 14_700_000_000, 1_000, 11_400_000_000),
     large.Program({"all_reduce over tensor": 50_000_000_000}, 6_000_000_000, 9_000_000_000, 0, 12_000_000_000),
 )  # fmt: skip
+STEP = {"seconds": 0.1234, "pages": 4321, "most_bytes": 567 * 2**20}
+KEPT = {way: {**STEP, "seconds": seconds} for way, seconds in ((kept_memory.GIVES, 0.5), (kept_memory.KEEPS, 0.31))}
 COUNTS = {"plain: plan": {"files": 26, "switches": 1153}, "plain: lower": {"files": 35, "switches": 3150}}
 
 
@@ -66,6 +68,7 @@ MEASURED = {
             "yet: LLaMA 8B, v5e",
         ),
     ),
+    "kept_memory": (kept_memory, {"models": {"lstm": [KEPT]}}, ("500.0", "310.0", "**0.62**", "4321", "567")),
     "numbers": (numbers, {"cells": [{**vars(cell), "check": cell.check.name} for cell in CELLS]}, ("3e-13, 7e-12",)),
     "overhead": (
         overhead,

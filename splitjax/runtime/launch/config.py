@@ -34,6 +34,8 @@ class LaunchConfig:
       again and again; then the run goes on without it, on a smaller mesh. For ever if not given.
     - `least_processes`: fewest workers with which the run goes on.
     - `standby`: whether a process is started ahead, from which the workers of the next attempt are forked.
+    - `keep_memory`: whether workers keep the memory of a step for the next (`kept_memory`), where it is known that they
+      compute on CPUs alone: by `threads`, `devices_per_process` or `JAX_PLATFORMS=cpu`.
     - `bandwidth`: the rate of each worker's link, such as `200mbit`, in a network of its own; the machine's loopback if
       not given.
 
@@ -56,6 +58,7 @@ class LaunchConfig:
     rejoin_timeout_seconds: float | None = None
     least_processes: int = 1
     standby: bool = True
+    keep_memory: bool = True
     bandwidth: str | None = None
 
     def __post_init__(self) -> None:

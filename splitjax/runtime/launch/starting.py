@@ -13,6 +13,7 @@ from splitjax.runtime.launch import workers as processes
 from splitjax.runtime.launch.ahead import modules_of
 from splitjax.runtime.launch.compiled import DIRECTORY, drop_unfinished, kept_programs
 from splitjax.runtime.launch.config import LaunchConfig
+from splitjax.runtime.launch.kept_memory import kept_memory
 from splitjax.runtime.launch.programs import python_program
 from splitjax.runtime.launch.stages import StageTimes
 from splitjax.runtime.launch.standby import Standby
@@ -65,7 +66,8 @@ class Starter:
     ):
         self._config, self._command, self._network = config, tuple(command), network
         self._guard, self._say = guard, say
-        self._base = {**base, **(kept_programs(base, config.log_dir) if config.starts_again else {})}
+        programs = kept_programs(base, config.log_dir) if config.starts_again else {}
+        self._base = {**base, **programs, **(kept_memory(base) if _keeps_memory(config, base) else {})}
         self._program = python_program(command, base) if config.standby and network is None else None
         self._standby: Standby | None = None
         self._given_up = self._program is None or not config.starts_again
@@ -166,3 +168,10 @@ class Starter:
         self._say(f"the process that was started ahead is gone ({why}): workers are started anew")
         self.is_ahead, self._given_up = False, True
         self.close()
+
+
+def _keeps_memory(config: LaunchConfig, base: Mapping[str, str]) -> bool:
+    """Tells whether workers keep the memory of their steps: they are to, and compute on CPUs alone. What a program
+    reads for an accelerator would stay in the host's memory, too."""
+    of_cpus = config.threads is not None or config.devices_per_process is not None
+    return config.keep_memory and (of_cpus or base.get("JAX_PLATFORMS") == "cpu")
