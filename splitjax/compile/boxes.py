@@ -1,8 +1,10 @@
 """Lets the boxes of Flax Linen name the layout that a state has.
 
 States on a plan and their shardings come in; the same states come out, in which every `nn.Partitioned` and
-`nn.LogicallyPartitioned` names the mesh axes that split its array. A box that names them already, by itself or through
-the logical axis rules in force, is left as it is: its names are the user's.
+`nn.LogicallyPartitioned` names the mesh axes that split its array. A box whose user named them already, directly or
+through the logical axis rules in force, is as the user wrote it. Any other keeps beside these names what the user wrote
+(`step.said`): the layout that a rule or a plan decided is no annotation, and pins nothing when the state is planned
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from splitjax.plan import Spec
-from splitjax.step.said import box_type, entries_of, is_logical, logical_rules
+from splitjax.step.said import box_type, entries_of, is_logical, logical_rules, users_box, with_layout
 
 
 def name_layout(states: Any, shardings: Any) -> Any:
@@ -29,21 +31,22 @@ def name_layout(states: Any, shardings: Any) -> Any:
 
 
 def _named(box: Any, where: Any) -> Any:
+    """Returns a box that names the layout `where` of its array."""
     if not isinstance(where, NamedSharding):  # a box around several arrays
         return box
-    ndim = len(box.value.shape)
-    layout = _padded(entries_of(where.spec), ndim)
-    if _padded(_as_flax_reads(box), ndim) == layout:
-        return box
+    users, ndim = users_box(box), len(box.value.shape)
+    layout, own = _padded(entries_of(where.spec), ndim), _padded(entries_of(users.names), ndim)
+    if _padded(_as_flax_reads(users), ndim) == layout:
+        return users
     # A name of a whole dim stays, for `nn.scan` looks for that of its own dim.
     names = tuple(
         entry or (name if isinstance(name, str) and name not in where.mesh.axis_names else None)
-        for entry, name in zip(layout, _padded(entries_of(box.names), ndim), strict=True)
+        for entry, name in zip(layout, own, strict=True)
     )
     if not is_logical(box):
-        return box.replace(names=names)
+        return users if names == own else with_layout(box, names=names)
     axes = dict.fromkeys(entry for entry in layout if isinstance(entry, str))
-    return box.replace(names=names, rules=tuple((axis, axis) for axis in axes))
+    return with_layout(box, names=names, rules=tuple((axis, axis) for axis in axes))
 
 
 def _as_flax_reads(box: Any) -> Spec:

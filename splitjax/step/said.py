@@ -8,7 +8,7 @@ looked for only where Flax is loaded: whoever has none needs no Flax.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,32 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from splitjax.plan import Spec, SpecEntry
 from splitjax.rules.pins import OPEN, Said
 from splitjax.step.arguments import Bound
+
+LogicalRules = tuple[tuple[str, Any], ...]
+
+
+class LayoutNames(tuple[SpecEntry, ...]):
+    """Holds the names that splitjax writes into a box of Linen, so that Flax reads there how the array lies, and what
+    the user wrote in their place. To Flax they are a tuple of names as any other; splitjax reads the user's alone.
+
+    **Attributes:** `users`: fields of the box and their values as the user wrote them. `logical`: the logical axis
+    rules that were in force for them; None without any.
+    """
+
+    users: tuple[tuple[str, Any], ...]
+    logical: LogicalRules | None
+
+    def __new__(
+        cls, names: Iterable[SpecEntry], users: tuple[tuple[str, Any], ...], logical: LogicalRules | None
+    ) -> LayoutNames:
+        """Makes the `names` of a layout that stand in place of `users`."""
+        made = super().__new__(cls, names)
+        made.users, made.logical = users, logical
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Returns what a copy, or what was pickled, is made of."""
+        return tuple(self), self.users, self.logical
 
 
 def said_of(bound: Bound, mesh: Mesh | AbstractMesh | None) -> tuple[Said, ...]:
@@ -53,7 +79,7 @@ def entries_of(names: Any) -> tuple[SpecEntry, ...]:
     )
 
 
-def logical_rules(own: Sequence[Any] | None, is_first: bool = False) -> tuple[tuple[str, Any], ...] | None:
+def logical_rules(own: Sequence[Any] | None, is_first: bool = False) -> LogicalRules | None:
     """Returns the logical axis rules in force: those of Flax's context and an annotation's `own`; None without any.
     `is_first`: whether its own replace those of the context, as Linen has it, or stand beside them."""
     spmd = sys.modules.get("flax.core.spmd")
@@ -73,6 +99,27 @@ def is_logical(box: Any) -> bool:
     return hasattr(box, "rules")
 
 
+def with_layout(box: Any, **written: Any) -> Any:
+    """Returns a Linen box with the fields `written`, `names` among them, in place of what its user wrote there, which
+    `users_box` gives back."""
+    own = users_box(box)
+    users = tuple((field, getattr(own, field)) for field in written)
+    return own.replace(**{**written, "names": LayoutNames(written["names"], users, rules_of(box))})
+
+
+def users_box(box: Any) -> Any:
+    """Returns a Linen box as its user wrote it, whatever `with_layout` has written into it."""
+    return box.replace(**dict(box.names.users)) if isinstance(box.names, LayoutNames) else box
+
+
+def rules_of(box: Any) -> LogicalRules | None:
+    """Returns the logical axis rules for what the user wrote into a Linen box: those in force, or else those that were
+    when a layout was written into it, for a state goes on where `nn.logical_axis_rules` has ended."""
+    if not is_logical(box):
+        return None
+    return logical_rules(users_box(box).rules, is_first=True) or getattr(box.names, "logical", None)
+
+
 def _boxed(bound: Bound) -> Iterator[Said]:
     """Returns what Linen's boxes say."""
     boxes = box_type()
@@ -88,9 +135,8 @@ def _boxed(bound: Bound) -> Iterator[Said]:
             if isinstance(node, boxes) and size == 1:
                 path = bound.arguments[position].path
                 how = "nn.with_logical_partitioning" if is_logical(node) else "nn.with_partitioning"
-                logical = logical_rules(node.rules, is_first=True) if is_logical(node) else None
                 place = path.removesuffix("/value").replace("/", ".")
-                yield Said(path, f"{how} of {place}", entries_of(node.names), logical)
+                yield Said(path, f"{how} of {place}", entries_of(users_box(node).names), rules_of(node))
             position += size
 
 
