@@ -158,7 +158,7 @@ def test_boxes_name_the_layout_where_their_names_do_not():
         step(state, batch_of())
     plan = splitjax.parallelize(linen(Net())[1], mesh=mesh_of()).plan(linen(Net())[0](jax.random.key(0)), batch_of())
     (note,) = [note for note in plan.notes if "names without meaning" in note]
-    assert "'embed', 'mlp'" in note and "mu.Dense_0.kernel and 5 more" in note
+    assert "'embed', 'mlp'" in note and "of params.Dense_0.kernel and 5 more" in note
 
 
 @pytest.mark.parametrize("way", ["init", "eager"])

@@ -74,19 +74,22 @@ def resolve(said: Iterable[Said], graph: Graph, mesh: MeshShape, *, must_divide:
     shape, with the roles of its axes. `must_divide`: False while it is open whether leaves are padded.
 
     Raises `PinError` where an array cannot be laid out as it says (more names than dims, a size that does not divide,
-    an axis twice), and where two of one leaf contradict each other, naming both."""
-    shapes = {leaf.path: leaf.shape for leaf in graph.leaves}
+    an axis twice), naming the parameter where its moments say the same, and where two of one leaf contradict each
+    other, naming both."""
+    leaves = {leaf.path: leaf for leaf in graph.leaves}
     pins: dict[str, Pin] = {}
     unknown: dict[tuple[str, ...], list[str]] = {}
-    for each in said:
-        entries, names = _entries(each, shapes[each.path], mesh)
+    # Parameters come first: moments have copies of the annotation that stands there.
+    for each in sorted(said, key=lambda each: leaves[each.path].role != "param"):
+        shape = leaves[each.path].shape
+        entries, names = _entries(each, shape, mesh)
         if names:
             unknown.setdefault(names, []).append(each.how)
         is_split = any(entry not in (None, OPEN) for entry in entries)
         if not is_split and (each.is_placed or names):
             continue
-        shape = shapes[each.path] if must_divide else (0,) * len(shapes[each.path])  # zero divides by everything
-        pin = Pin(_checked(each, entries, shape, mesh), each.how, each.is_placed)
+        dividing = shape if must_divide else (0,) * len(shape)  # zero divides by everything
+        pin = Pin(_checked(each, entries, dividing, mesh), each.how, each.is_placed)
         earlier = pins.get(each.path)
         pins[each.path] = pin if earlier is None else _joined(each.path, earlier, pin)
     notes = []

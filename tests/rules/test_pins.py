@@ -57,6 +57,20 @@ def test_what_pins_nothing(block):
     assert "'embed', 'mlp'" in note and "the note on params/up/kernel" in note
 
 
+@pytest.mark.parametrize("names", [("tensor", "tensor"), ("tensor", None, None), (None, ("data", "fsdp", "tensor"))])
+def test_what_is_wrong_is_reported_at_the_parameter_and_not_at_its_moment(builder, names):
+    builder.layer("up", "dense", kernel="in:16 out:24@h")
+    builder.moments()
+    graph = builder.graph()
+    moment = next(leaf.path for leaf in graph.leaves if leaf.follows == "params/up/kernel")
+    with pytest.raises(PinError) as caught:
+        resolve([said(names, path=moment), said(names)], graph, MESH)
+    assert caught.value.place == "the note on params/up/kernel"
+    with pytest.raises(PinError) as caught:  # what the moment alone says is reported there
+        resolve([said(names, path=moment), said((None, "tensor"))], graph, MESH)
+    assert caught.value.place == f"the note on {moment}"
+
+
 def test_two_that_say_the_same_are_one_and_others_are_an_error(block):
     annotated, lies = said((OPEN, "tensor")), said(("fsdp", "tensor"), is_placed=True)
     (pin,) = resolve([annotated, lies], block, MESH).by_path.values()
