@@ -7,6 +7,7 @@ its gradient is taken back once, behind the loop's: in the body it would be in e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +67,7 @@ def _from_const(deal: Any, makers: dict[Any, Any], consts: dict[Any, Any]) -> li
         maker = None if isinstance(v, _compat.Literal) else makers.get(v)
         if maker is None or maker.primitive.name not in _SAME_ELEMENTS:
             return None
-        if len(maker.invars) > 1 or maker.invars[0].aval.size != v.aval.size:
+        if len(maker.invars) > 1 or math.prod(maker.invars[0].aval.shape) != math.prod(v.aval.shape):
             return None
         chain.insert(0, maker)
     return chain
