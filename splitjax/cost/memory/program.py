@@ -11,9 +11,9 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from splitjax.cost.memory.other_meshes import Axes, OtherAxis
 from splitjax.primitives.dims import DimMap
 
-Axes = tuple[str, ...]
 Split = tuple[Axes, ...]  # per dim, the mesh axes that it is split over
 
 
@@ -88,7 +88,8 @@ class Program:
     - `body`: its region, whose inputs are the arguments. `constants`: values that are part of the program.
     - `shapes`, `itemsizes`: by value, its dims as the traced step has them, and the bytes of an element.
     - `splits`: by value, how it is split. `fixed`: (value, dim) whose split is decided.
-    - `sizes`: of the mesh axes. `zeros`: values that are zeros and nothing else.
+    - `sizes`: of the mesh axes. `others`: by name, axes of other meshes that are none of these; what is split over them
+      is so by the user's word, and they are not spread. `zeros`: values that are zeros and nothing else.
     """
 
     body: Region
@@ -99,6 +100,7 @@ class Program:
     fixed: set[tuple[int, int]]
     sizes: dict[str, int]
     zeros: set[int] = dataclasses.field(default_factory=set)
+    others: dict[str, OtherAxis] = dataclasses.field(default_factory=dict)
 
     def new(self, shape: Sequence[int], itemsize: int, split: Split | None = None) -> int:
         """Adds a value of this `shape`, `itemsize` and `split`, and returns its number."""
@@ -118,8 +120,13 @@ class Program:
         """Returns into how many parts a dim is split over `axes`."""
         count = 1
         for axis in axes:
-            count *= self.sizes[axis]
+            count *= self.others[axis].size if axis in self.others else self.sizes[axis]
         return count
+
+    def crossed(self, axes: Axes) -> Axes:
+        """Returns `axes` with the mesh axes that it crosses for each of another mesh."""
+        mesh_axes = [each for axis in axes for each in (self.others[axis].crosses if axis in self.others else (axis,))]
+        return tuple(dict.fromkeys(mesh_axes))
 
     def bytes_of(self, value: int) -> int:
         """Returns the bytes that a device has of a value."""

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.cost.memory.bells import Bells
-from splitjax.cost.memory.program import Kind, Node, Program, Region, Split
+from splitjax.cost.memory.other_meshes import is_other, same_axes
+from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region, Split
 from splitjax.plan import spec_axes
 from splitjax.primitives.calls import CallKind, call_body, kind_of, scan_parts, while_parts
 from splitjax.primitives.dims import DimMap, Shape
@@ -80,6 +81,7 @@ class _Reader:
     products: set[int] = dataclasses.field(default_factory=set)
     bells: Bells = dataclasses.field(default_factory=Bells)
     around: tuple[Any, ...] = ()  # the calls, loops and branches in which it reads
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the `shard_map` in which it reads
 
     def is_zero(self, atom: Any, value: int) -> bool:
         return (
@@ -89,6 +91,32 @@ class _Reader:
     def fresh(self, aval: Any) -> int:
         shape = tuple(int(size) for size in getattr(aval, "shape", ()))
         return self.program.new(shape, _itemsize(getattr(aval, "dtype", None)))
+
+    def own(self, axes: Axes, mesh: Mapping[str, int]) -> Axes:
+        """Returns `axes` of a `mesh` that the user wrote by those of the step's mesh."""
+        if not is_other(mesh, self.program.sizes):
+            return axes
+        found, others = same_axes(axes, mesh, self.program.sizes)
+        self.program.others |= others
+        return found
+
+    def split(self, spec: Sequence[Any], value: int, mesh: Mapping[str, int]) -> Split:
+        """Returns how `spec`, over axes of a `mesh` that the user wrote, splits a value."""
+        return tuple(self.own(axes, mesh) for axes in split_of(spec, len(self.program.shapes[value])))
+
+    def has_others(self, split: Split) -> bool:
+        """Returns whether a `split` has an axis that the step's mesh lacks. That mesh's axes, which it may cross, split
+        no other dim of the value then."""
+        return any(axis in self.program.others for axes in split for axis in axes)
+
+    def params(self, eqn: Any) -> Any:
+        """Returns the params of an equation, with the axes of a collective by those of the step's mesh."""
+        params = eqn.params
+        if eqn.primitive.name not in _COLLECTIVES or not is_other(self.mesh, self.program.sizes):
+            return params
+        (key,) = {"axes", "axis_name"} & set(params)
+        named = params[key] if isinstance(params[key], (tuple, list)) else (params[key],)
+        return {**params, key: self.own(tuple(axis for axis in self.mesh if axis in named), self.mesh)}
 
     def fix(self, value: int, split: Split | None) -> None:
         if split is not None:
@@ -155,13 +183,13 @@ class _Reader:
                     nodes.append(Node("plus_zero", Kind.VIEW, [other], outputs, self.same([other, outputs[0]])))
                     return outputs
         if name == "sharding_constraint":
-            spec = getattr(eqn.params["sharding"], "spec", None)
-            if spec is not None:
-                rank = len(self.program.shapes[outputs[0]])
+            sharding = eqn.params["sharding"]
+            if isinstance(sharding, NamedSharding):
+                split = self.split(tuple(sharding.spec), outputs[0], sharding.mesh.shape)
                 # What a constraint leaves open, the partitioner decides.
-                is_open = [entry is PartitionSpec.UNCONSTRAINED for entry in (*spec, *(None,) * rank)]
-                split = split_of(spec, rank)
-                self.program.fix(outputs[0], [None if is_open[d] else split[d] for d in range(rank)])
+                entries = (*sharding.spec, *(None,) * (len(split) - len(sharding.spec)))
+                is_open = [entry is PartitionSpec.UNCONSTRAINED and not self.has_others(split) for entry in entries]
+                self.program.fix(outputs[0], [None if is_open[d] else axes for d, axes in enumerate(split)])
         dims, kind = self.dims(eqn, inputs, outputs), _kind(name, eqn)
         known = self.bells.known(name, eqn.params, inputs, outputs)
         if known is not None:
@@ -177,7 +205,7 @@ class _Reader:
             self.products.update(outputs)
         if name == "transpose" and inputs[0] in self.products and len(self.program.shapes[inputs[0]]) == 2:
             kind = Kind.VIEW  # compilers multiply the other way round instead
-        nodes.append(Node(name, kind, inputs, outputs, dims, eqn.params, manual=manual, origin=self.around))
+        nodes.append(Node(name, kind, inputs, outputs, dims, self.params(eqn), manual=manual, origin=self.around))
         return outputs
 
     def dims_of_bell(self, value: int, result: int) -> DimMap:
@@ -264,13 +292,17 @@ class _Reader:
     def by_hand(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
         """Adds the body of a `shard_map`, whose values have the shapes of parts."""
         params = eqn.params
-        axes = frozenset(params.get("newly_manual_axes") or params.get("manual_axes") or self.program.sizes)
+        mesh: Mapping[str, int] = params["mesh"].shape
+        by_hand = params.get("newly_manual_axes") or params.get("manual_axes") or mesh
+        axes = frozenset(self.own(tuple(axis for axis in mesh if axis in by_hand), mesh))
+        if axes & set(self.program.others):  # what they leave of the axes that they cross splits nothing by itself
+            axes |= set(self.program.sizes)
         body, _ = _compat.open_jaxpr(params["jaxpr"])
         is_whole = axes | manual >= set(self.program.sizes)  # otherwise the compiler splits over the other axes
 
         def place(value: int, spec: Any) -> None:
-            split = split_of(spec, len(self.program.shapes[value]))
-            if is_whole:
+            split = self.split(spec, value, mesh)
+            if is_whole or self.has_others(split):
                 self.program.fix(value, split)
             self.program.splits[value] = split
 
@@ -285,7 +317,9 @@ class _Reader:
             nodes.append(Node("enter", Kind.VIEW, [value], [wanted], self.same([value, wanted])))
             entered.append(self.fresh(var.aval))
             nodes.append(between("part", wanted, entered[-1]))
+        outside, self.mesh = self.mesh, mesh
         results = self.run(params["jaxpr"], entered, nodes, manual | axes)
+        self.mesh = outside
         outputs = [self.fresh(var.aval) for var in eqn.outvars]
         for value, whole, spec in zip(results, outputs, params["out_specs"], strict=True):
             place(whole, spec)

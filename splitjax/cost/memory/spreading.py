@@ -94,11 +94,13 @@ def _ties(program: Program, node: Node) -> Iterator[Tie]:
 
 
 def _cut(program: Program, axes: Axes, sizes: tuple[int, ...]) -> list[Axes]:
-    """Returns which of the `axes` that split a dim split each of its factors, whose `sizes` are given; axes behind one
-    that does not divide a factor are left out."""
+    """Returns which of the `axes` that split a dim split each of its factors, whose `sizes` are given; axes from one on
+    that does not divide a factor, or is of another mesh, are left out."""
     parts: list[Axes] = [()] * len(sizes)
     number, room = 0, sizes[0]
     for axis in axes:
+        if axis in program.others:
+            break
         size = program.sizes[axis]
         while room == 1 and number + 1 < len(sizes):
             number += 1

@@ -257,7 +257,8 @@ class _Reader:
             "all_to_all": lambda: all_to_all_bytes(count, held),
             "permute": lambda: held,
         }[op]()
-        return Task(node.name, program.shapes[node.outputs[0]], op=op, axes=axes, sent_bytes=float(sent))
+        over = program.crossed(axes)
+        return Task(node.name, program.shapes[node.outputs[0]], op=op, axes=over, sent_bytes=float(sent))
 
     def costly(self, region: Region) -> Iterator[Task]:
         """Yields what exponentials and the like of a region take, wherever they are fused; nothing where they run
@@ -302,7 +303,7 @@ def _axes_of(program: Program, node: Node) -> Axes:
             if key in node.params:
                 named = node.params[key]
                 named = named if isinstance(named, (tuple, list)) else (named,)
-                return tuple(axis for axis in named if axis in program.sizes)
+                return tuple(axis for axis in named if axis in program.sizes or axis in program.others)
     used = lambda value: [axis for axes in program.splits[value] for axis in axes]
     before, after = used(node.inputs[0]), used(node.outputs[0])
     return tuple(axis for axis in before if axis not in after) or tuple(axis for axis in before)
