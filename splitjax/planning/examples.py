@@ -7,6 +7,8 @@ examples of their own needs as many in every array of the batch, and equal share
 
 from __future__ import annotations
 
+import math
+
 from splitjax.errors import BatchError
 from splitjax.mesh import MeshShape
 from splitjax.planning.draft import Draft
@@ -20,14 +22,18 @@ def check_examples(draft: Draft) -> None:
     """Raises `BatchError` where a step, a `draft` of its plan, has to tell its examples apart and cannot."""
     reason = _apart(draft)
     if reason is not None:
-        check_shares(draft.graph, draft.shape, _wanted_axes(draft), reason, f"call of {draft.request.name}")
+        place, num_microbatches = f"call of {draft.request.name}", math.lcm(*_microbatches(draft))
+        check_shares(draft.graph, draft.shape, _wanted_axes(draft), reason, place, num_microbatches)
 
 
-def check_shares(graph: Graph, mesh: MeshShape, axes: tuple[str, ...], reason: str, place: str) -> None:
+def check_shares(
+    graph: Graph, mesh: MeshShape, axes: tuple[str, ...], reason: str, place: str, num_microbatches: int = 1
+) -> None:
     """Raises `BatchError` where the batch has no examples that are divided into equal shares.
 
     **Arguments:** `graph`: the step. `mesh`: of its plan. `axes`: the mesh axes along which the shares lie. `reason`:
-    who needs them, in words. `place`: what an error names as its place."""
+    who needs them, in words. `place`: what an error names as its place. `num_microbatches`: into how many parts each
+    share is cut then, which the remedy takes into account."""
     sizes = {leaf.path: leaf.shape[leaf.example_dim] for leaf in graph.leaves if leaf.role == "batch" and leaf.shape}
     if len(set(sizes.values())) > 1:
         raise BatchError(
@@ -43,13 +49,15 @@ def check_shares(graph: Graph, mesh: MeshShape, axes: tuple[str, ...], reason: s
     num = mesh.size(axes)
     for path, size in sizes.items():
         if size % num:
-            smaller, larger = size // num * num, -(-size // num) * num
+            unit = num * num_microbatches
+            smaller, larger = size // unit * unit, -(-size // unit) * unit
             nearest = f"{smaller} or {larger}" if smaller else f"{larger}"
+            times = f" times {num_microbatches} microbatches" if num_microbatches > 1 else ""
             raise BatchError(
                 f"{size} examples do not divide by {axes_text(mesh, axes)}, and {reason} needs equal shares",
                 value=size,
                 place=path,
-                remedy=f"use {nearest} examples, or a mesh in which {' x '.join(axes)} divides {size}",
+                remedy=f"use {nearest} examples, or a mesh in which {' x '.join(axes)}{times} divides {size}",
             )
 
 
@@ -75,5 +83,10 @@ def _apart(draft: Draft) -> str | None:
         return f"group_comm={request.group_comm!r}"
     if not request.sync.is_dense:
         return "a table that is synchronised by rows"
+    return next((f"microbatches={number}" for number in _microbatches(draft)), None)
+
+
+def _microbatches(draft: Draft) -> list[int]:
+    """Returns the numbers of microbatches above one that the step's gradients ask for."""
     asked = (visit.eqn.params["microbatches"] for visit in boundaries(draft.traced.jaxpr, everywhere))
-    return next((f"microbatches={number}" for number in asked if number not in (None, 1)), None)
+    return [number for number in asked if number not in (None, 1)]

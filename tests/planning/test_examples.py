@@ -128,6 +128,15 @@ def test_what_needs_to_tell_examples_apart_is_refused_with_that_reason(reason, b
     assert reason in str(caught.value) and caught.value.remedy
 
 
+@pytest.mark.parametrize(("size", "nearest"), [(6, "16"), (12, "16"), (42, "32 or 48")])
+def test_the_size_that_helps_is_one_that_microbatches_divide_too(size, nearest):
+    parallel = splitjax.parallelize(training(loss, microbatches=2), mesh={"data": 8}, rules="data_parallel")
+    with pytest.raises(BatchError) as caught:
+        parallel.plan(parameters(), examples(size))
+    assert caught.value.remedy.startswith(f"use {nearest} examples, or a mesh in which data times 2 microbatches")
+    parallel.plan(parameters(), examples(16))
+
+
 def test_a_pinned_plan_of_an_uneven_batch_names_its_size():
     """The plan has no axis for such a batch, so that its devices looked like a single worker."""
     batch, make = examples(10), lambda **options: splitjax.parallelize(training(loss), mesh={"data": 4}, **options)
