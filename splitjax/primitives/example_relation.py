@@ -60,13 +60,16 @@ class ExampleNumberColumn:
 class Reason:
     """Explains why a value is `later`.
 
-    - `primitive`: the operation that mixes examples; `source`: the user's line of it, "" where there is none.
+    - `primitive`: the operation that mixes examples, or a function of the user's that does; `source`: the user's line
+      of it, "" where there is none.
     - `why`: what the operation does, as a clause.
+    - `remedy`: what helps, where that is not what helps with operations.
     """
 
     primitive: str
     source: str
     why: str
+    remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_NAME = "splitjax_per_microbatch"
+_NAME = "splitjax_per_microbatch_"  # and the function's own
 
 
 def per_microbatch(fun: Callable[P, R]) -> Callable[P, R]:
@@ -39,7 +39,7 @@ def per_microbatch(fun: Callable[P, R]) -> Callable[P, R]:
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
         return fun(*args, **kwargs)
 
-    named.__name__ = named.__qualname__ = _NAME
+    named.__name__ = named.__qualname__ = _NAME + getattr(fun, "__name__", type(fun).__name__)
     jitted = jax.jit(named)
 
     @functools.wraps(fun)
@@ -51,4 +51,9 @@ def per_microbatch(fun: Callable[P, R]) -> Callable[P, R]:
 
 def is_per_microbatch(eqn: Any) -> bool:
     """Returns whether the equation `eqn` is the call of a function that is marked so."""
-    return eqn.params.get("name") == _NAME
+    return str(eqn.params.get("name", "")).startswith(_NAME)
+
+
+def marked_name(eqn: Any) -> str:
+    """Returns the name of the function that is marked so, of its call `eqn`."""
+    return str(eqn.params["name"]).removeprefix(_NAME)

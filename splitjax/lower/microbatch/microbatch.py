@@ -238,7 +238,8 @@ def _no_sum(analysis: BodyAnalysis, boundary: Boundary, num_microbatches: int) -
             f" {reason.primitive}: {reason.why}",
             value=reason.primitive,
             place=reason.source or boundary.label,
-            remedy=(
+            remedy=reason.remedy
+            or (
                 "make the loss a sum or mean over examples of values that each depend on one example (a norm over"
                 " features instead of batch norm; move functions of totals into aux), take a balance loss over each"
                 " microbatch (splitjax.per_microbatch), or use microbatches=None"

@@ -182,8 +182,10 @@ def test_what_no_microbatch_can_take(words):
 
 
 def test_a_microbatch_of_one_example():
-    with pytest.raises(MicrobatchError, match="of which it needs two"):
+    with pytest.raises(MicrobatchError, match="because of balance: .* of which it needs two") as caught:
         build(marked_step(B), params(), batch(), B)(params(), batch())
+    assert "fewer microbatches or a larger batch" in caught.value.remedy
+    assert "per_microbatch" not in caught.value.remedy
 
 
 def test_workers_without_microbatches_do_not_take_it_for_themselves():
