@@ -56,7 +56,16 @@ class Placement:
         """Returns this process's rows, `local_batch` with [b, ...] of every array, as its part of global arrays [B,
         ...].
 
-        Raises `BatchError` for arrays that are not of their rows, or that the step's batch does not have."""
+        Raises `BatchError` for what maps no names to arrays, and for arrays that are not of their rows, or that the
+        step's batch does not have."""
+        if not hasattr(local_batch, "items"):
+            raise BatchError(
+                "a batch that is laid out maps names to arrays",
+                value=type(local_batch).__name__,
+                place="Placement",
+                remedy="give a dict of arrays; in a pair (position, batch) the position is JSON, such as int(position),"
+                " or has to_json()",
+            )
         if set(local_batch) != set(self.shardings):
             raise BatchError(
                 "the batch has other arrays than the step was planned with",

@@ -36,6 +36,12 @@ def test_alone_a_process_needs_every_row_and_the_arrays_are_the_batch():
     ].data.shape == (2, 4)
 
 
+def test_what_maps_no_names_to_arrays_is_refused():
+    place = Placement.of({"x": NamedSharding(mesh(), PartitionSpec("data"))}, 8)
+    with pytest.raises(BatchError, match=r"maps names to arrays(?s:.*)int\(position\)"):
+        place((np.int64(1), {"x": np.arange(8)}))
+
+
 def test_a_part_of_the_rows_goes_to_its_devices():
     # A mesh of some of the devices stands for one process's part.
     half = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
