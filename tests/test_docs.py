@@ -16,6 +16,9 @@ import pytest
 import splitjax
 from benchmarks.product.pages import readme_words
 from splitjax import errors
+from splitjax.plan import Memory, PlanWarning
+from splitjax.report.attribute import ReportedCollective
+from splitjax.report.value import CompiledMemory
 from tests.processes import compile_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,6 +98,21 @@ def test_attributes_that_the_docs_name_are_there(name, kind):
     # What a plan prints under a title of its own is no attribute: pages say where it is printed, and what it is in
     # Python.
     assert not [page.name for page in PAGES if re.search(r"plan's exceptions|`exceptions`", page.read_text())]
+
+
+LISTED = {  # what a page says that values have -> their type
+    r"`report\.unplanned`, each with (.*?)\.\s": ReportedCollective,
+    r"`plan\.warnings` holds them, each with (.*?)\.\s": PlanWarning,
+    r"`report\.memory\.predicted`, with (.*?),": Memory,
+    r"`report\.memory\.compiled`, with (.*?)\.\s": CompiledMemory,
+}
+
+
+@pytest.mark.parametrize("words", LISTED)
+def test_what_the_page_on_reports_lists_of_a_value_is_there(words):
+    (listed,) = re.findall(words, (ROOT / "docs" / "reports.md").read_text(), re.DOTALL)
+    names = set(re.findall(r"`(\w+)`", listed))
+    assert names and names <= {*dir(LISTED[words]), *(field.name for field in dataclasses.fields(LISTED[words]))}
 
 
 def tables(page: str) -> list[list[list[str]]]:
