@@ -295,6 +295,24 @@ def test_arrays_that_lie_on_the_mesh_pin_and_others_are_moved(kind):
     assert_close(whole(placed(mesh, (), ()), batch), (want, loss))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_that_lie_whole_by_another_mesh_are_moved_when_the_step_is_called(kind):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(KINDS[kind],) * 3)
+    want = jax.jit(plain_step)(plain_state(), batch_of())
+    with jax.set_mesh(mesh_of(kind)):
+        state, batch = plain_state(), batch_of()
+        step = splitjax.parallelize(plain_step, mesh=mesh, rules="megatron", donate=False)
+        assert state["params"]["w"].sharding.is_fully_replicated and state["params"]["w"].sharding.mesh != mesh
+        assert_close(step(state, batch), want)
+        assert_close(step(step.place(state, example=(batch,)), batch), want)
+    backwards = jax.sharding.Mesh(mesh.devices.reshape(8)[::-1], ("all",))
+    state = jax.device_put(plain_state(), NamedSharding(backwards, P()))
+    assert_close(step(state, batch_of()), want)
+    few = jax.sharding.Mesh(mesh.devices.reshape(8)[:4], ("some",))
+    with pytest.raises(StateError, match="already lives"):
+        step(jax.device_put(plain_state(), NamedSharding(few, P())), batch_of())
+
+
 def test_states_with_random_keys_are_placed():
     def step(state, batch):
         new, loss = plain_step(state[0], batch)

@@ -39,7 +39,6 @@ from splitjax.step.padding.stored import stored_array
 from splitjax.step.positions import ArgumentRoles, keyword_only
 from splitjax.step.processes import host_digests, on_mesh
 from splitjax.step.remat.rematerialising import Remat
-from splitjax.step.said import placed_spec
 from splitjax.step.traced import Traced
 from splitjax.trace.graph import Graph
 
@@ -279,15 +278,19 @@ class CompiledEntry:
 
     def laid_out(self, recipe: Recipe, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the positional arguments `args` of the step that `recipe` describes with those arrays where the plan
-        has them that lie whole on every device of its mesh. Such an array was put there by no one who wanted it split:
-        `jax.set_mesh` does so to whatever is made under it. Arrays that the plan stores padded are padded. They are
-        `args` themselves where there is none."""
+        has them that lie whole on every device of its mesh, be it by another mesh over these. Such an array was put
+        there by no one who wanted it split: `jax.set_mesh` does so to whatever is made under it. Arrays that the plan
+        stores padded are padded. They are `args` themselves where there is none."""
         args, moved = self.stored(args)
 
         def put(leaf: Any, where: NamedSharding) -> Any:
             nonlocal moved
-            lies = placed_spec(leaf, self.mesh) if isinstance(leaf, jax.Array) else None
-            if lies is None or not leaf.sharding.is_fully_replicated or where.is_fully_replicated:
+            lies = getattr(leaf, "sharding", None)  # a value that is being traced has none
+            if not isinstance(lies, jax.sharding.Sharding) or not getattr(leaf, "committed", True):
+                return leaf
+            if not lies.is_fully_replicated or lies.device_set != where.device_set:
+                return leaf
+            if lies.is_equivalent_to(where, leaf.ndim):
                 return leaf
             moved = True
             return jax.device_put(leaf, where)
