@@ -180,7 +180,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         where values are rounded it also takes and returns residuals (docs/sparse.md)."""
         args = positional(self._recipe.fn, args, kwargs)
         entry = self._programs.entry(args)
-        return entry.program(self._programs.kept.num_steps).lower(*entry.operands(args, entry.residuals))
+        return entry.program(self._programs.kept.num_steps).lower(*entry.lowered_operands(args))
 
     @overload
     def memory(self, *args: P.args, **kwargs: P.kwargs) -> ProgramMemory: ...

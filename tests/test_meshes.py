@@ -359,6 +359,29 @@ def test_an_abstract_mesh_plans_and_lowers(kind):
     assert lowered == real.lower(shapes, batch_of()).as_text()
 
 
+def test_arrays_that_lie_here_are_lowered_by_their_shapes_for_a_mesh_that_is_not():
+    placed = jax.device_put(jax.jit(linen_init)(jax.random.key(0)), NamedSharding(mesh_of("auto"), PartitionSpec()))
+    batch = jax.tree.map(jnp.asarray, batch_of())
+    shapes = jax.eval_shape(linen_init, jax.random.key(0))
+    for mesh in (*ABSTRACT.values(), {"data": 16, "model": 4}):
+        examples = jax.tree.map(lambda x: jnp.tile(x, (2, *[1] * (x.ndim - 1))), batch)
+        step = splitjax.parallelize(linen_step, mesh=mesh, rules="megatron")
+        assert step.lower(placed, examples).as_text() == step.lower(shapes, jax.device_get(examples)).as_text()
+    nnx_stepped = splitjax.nnx.parallelize(nnx_step, mesh=ABSTRACT["explicit"], rules="megatron")
+    assert "num_partitions = 8" in nnx_stepped.lower(*nnx_objects(jax.random.key(0)), batch).as_text()
+
+
+@pytest.mark.tpu_aot
+def test_arrays_that_lie_here_are_lowered_by_their_shapes_for_a_topology_description():
+    with jax.enable_x64(False):
+        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+        mesh = topologies.make_mesh(topology, (2, 4), ("data", "model"))
+        state = jax.device_put({"w": np.ones((8, 8), np.float32)}, NamedSharding(mesh_of("auto"), PartitionSpec()))
+        step = splitjax.parallelize(_small_step(), mesh=mesh, rules="megatron")
+        assert "num_partitions = 8" in step.lower(state, jnp.ones((8, 8))).as_text()
+        assert step.report(state, jnp.ones((8, 8))).collectives
+
+
 def test_an_abstract_mesh_does_not_run():
     step, batch = splitjax.parallelize(linen_step, mesh=ABSTRACT["explicit"], rules="megatron"), batch_of()
     for place, use in (

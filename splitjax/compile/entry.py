@@ -22,7 +22,7 @@ from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
 from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target
-from splitjax.mesh import MeshShape
+from splitjax.mesh import MeshShape, has_devices_here
 from splitjax.partial.request import PartialBackprop
 from splitjax.plan import Memory, Plan, spec_axes
 from splitjax.planning.partial_step import PartialStep
@@ -244,6 +244,11 @@ class CompiledEntry:
         table."""
         args, _ = self.stored(args)
         return (dict(residuals), *args) if self.residuals else args
+
+    def lowered_operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the operands with which a program is lowered for the step's positional arguments `args`: their shapes
+        where the devices of the mesh are not here, for arrays then lie on others."""
+        return self.operands(args if has_devices_here(self.mesh) else self.abstract_args, self.residuals)
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:

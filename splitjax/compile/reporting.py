@@ -26,7 +26,7 @@ def step_report(
     `ShapeDtypeStruct`s. `device`: one of those to compile it for. `options`: of the compiler."""
     program = entry.program(0 if recipe.backprop is None else recipe.backprop.warmup_steps)
     with _compat.metadata_in_cache_key(device):
-        lowered = program.lower(*entry.operands(args, entry.residuals))
+        lowered = program.lower(*entry.lowered_operands(args))
         compiled = lowered.compile(compiler_options=dict(options) if options else None)
     names = argument_names(entry.bound, getattr(program, "num_before", 0))
     return make_report(compiled, entry.plan, entry.graph, names, step=recipe.name, platform=platform_of(entry.mesh))

@@ -26,6 +26,6 @@ def step_timelines(
         return MemoryTimelines(recipe.name, predicted)
     program = entry.program(0 if recipe.backprop is None else recipe.backprop.warmup_steps)
     with _compat.metadata_in_cache_key(device):
-        compiled = program.lower(*entry.operands(args, entry.residuals)).compile()
+        compiled = program.lower(*entry.lowered_operands(args)).compile()
     names = argument_names(entry.bound, getattr(program, "num_before", 0))
     return MemoryTimelines(recipe.name, predicted, read_timeline(compiled, entry.plan, entry.graph, names))

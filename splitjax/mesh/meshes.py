@@ -328,6 +328,12 @@ def with_devices(mesh: Mesh | AbstractMesh, place: str, runs: bool = True) -> Me
     )
 
 
+def has_devices_here(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether the devices of `mesh` are here, so that arrays can lie on them: it is neither abstract nor made
+    of a topology description."""
+    return isinstance(mesh, Mesh) and not _compat.is_compile_only(mesh.devices.flat[0])
+
+
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
     """Returns the platform of a mesh's devices, such as `cpu`: of an abstract mesh what its abstract device says, or
     else that of JAX's default backend."""
