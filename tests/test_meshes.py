@@ -542,12 +542,44 @@ def test_types_are_those_of_the_layout_and_a_mismatch_is_said():
     with pytest.raises(TraceError, match="under the Explicit axes") as caught:
         splitjax.parallelize(annotated_step("reshard"), mesh=mesh_of("explicit"), rules="fsdp").plan(state, batch)
     assert caught.value.value == "ShardingTypeError" and "out_sharding=" in caught.value.remedy
+    assert "Auto" not in caught.value.remedy
+
+    def asserts(state, batch):
+        hidden = jax.lax.with_sharding_constraint(batch["x"] @ state["w"], PartitionSpec("data", "model"))
+        return state, hidden @ state["v"]
+
+    with pytest.raises(TraceError, match="under the Explicit axes") as caught:
+        splitjax.parallelize(asserts, mesh=mesh_of("explicit"), rules="megatron").plan(state, batch)
+    assert "give the mesh Auto axes" in caught.value.remedy
+    splitjax.parallelize(asserts, mesh=mesh_of("auto"), rules="megatron").plan(state, batch)
 
     def wrong(state, batch):
         return state, state["w"] @ batch["y"]
 
     with pytest.raises(TypeError):  # as without a mesh
         splitjax.parallelize(wrong, mesh=mesh_of("explicit"), rules="megatron").plan(state, batch)
+
+
+@pytest.mark.parametrize("how", ["reshard", "out_sharding"])
+@pytest.mark.parametrize("kind", ["auto", "mixed", "sizes", "chosen"])
+def test_what_only_explicit_axes_take_is_told_of_auto_ones(kind, how):
+    state, batch = numbers_for_annotated()
+    mesh = {"sizes": {"data": 2, "model": 4}, "chosen": "auto"}.get(kind) or mesh_of(kind)
+    where = PartitionSpec(None, "model")
+
+    def step(state, batch):
+        if how == "reshard":
+            return state, jax.sharding.reshard(batch["x"] @ state["w"], where)
+        return state, jnp.dot(batch["x"], state["w"], out_sharding=where)
+
+    around = contextlib.nullcontext() if isinstance(mesh, (str, dict)) else jax.set_mesh(mesh)
+    with around, pytest.raises(TraceError, match="along mesh axes of type Explicit") as caught:
+        splitjax.parallelize(step, mesh=mesh, rules="megatron").plan(state, batch)
+    assert caught.value.place == "trace of step" and "with_sharding_constraint" in caught.value.remedy
+    with pytest.raises(TraceError, match="along mesh axes of type Explicit") as caught:
+        named = lambda: {name: jax.sharding.reshard(jnp.asarray(leaf), where) for name, leaf in state.items()}
+        splitjax.parallelize(step, mesh=mesh, rules="megatron").init(named, example=(batch,))
+    assert caught.value.place == "step.init"
 
 
 def test_a_size_that_is_left_open():

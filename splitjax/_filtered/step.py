@@ -213,7 +213,8 @@ class FilteredStep(AskedStep[P, R]):
 
     def _making(self, make_fn: Callable) -> Callable:
         """Returns `make_fn`, which may name axes of the mesh."""
-        return naming_axes(make_fn, self.mesh if self._parent is not None else self._shared.nameable)
+        mesh = self.mesh if self._parent is not None else self._shared.nameable
+        return naming_axes(make_fn, mesh, f"{self._name}.init")
 
     def _made(self, states: Any, example: Sequence[Any]) -> tuple[Call, bool]:
         single = self._is_single(states)

@@ -78,7 +78,7 @@ def init_state(programs: Planner, init_fn: Callable[..., Any], init_args: Argume
     def create(*args: Any) -> Any:
         # Weak types (Python numbers in the state) would make the second call another program.
         strong = lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else jnp.asarray(x)
-        made = naming_axes(init_fn, mesh)(*args)
+        made = naming_axes(init_fn, mesh, f"{programs.recipe.name}.init")(*args)
         made = jax.tree.map(lambda x: _compat.forget_mesh(strong(x), explicit_only=True), made)
         return jax.tree.map(with_padding, made, stored)
 
@@ -163,7 +163,7 @@ def _described(
     with it."""
     recipe = programs.recipe
     numbers = recipe.options.state_argnums
-    abstract = jax.eval_shape(naming_axes(init_fn, programs.nameable), *init_args)
+    abstract = jax.eval_shape(naming_axes(init_fn, programs.nameable, f"{recipe.name}.init"), *init_args)
     single = len(numbers) == 1
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(numbers)):
         raise StateError(

@@ -16,6 +16,7 @@ from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
+from splitjax.errors import TraceError
 from splitjax.mesh import inside_mesh
 
 _NOWHERE = AbstractMesh((), ())
@@ -25,6 +26,10 @@ _CONTEXTS = ("ctx_mesh", "context_mesh")  # parameters that are the mesh in whos
 _CONSTANTS = frozenset({"broadcast_in_dim", "iota", "convert_element_type"})
 # Functions of JAX that say where their result is although nobody asked: `jnp.repeat`, and `jax.lax.map` in batches.
 _UNASKED = frozenset({"_auto_repeat", "_scan_leaf", "_remainder_leaf"})
+
+_CONSTRAINT = "with_sharding_constraint"
+# What JAX says of an annotation that only Explicit axes take, and that names one of another type.
+_NAMES_AUTO = "of type: AxisType.Auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,54 @@ class Annotation:
 def has_explicit(mesh: Mesh | AbstractMesh | None) -> bool:
     """Returns whether some axis of `mesh` is of type Explicit."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+def names_auto(error: Exception, mesh: Mesh | AbstractMesh, place: str) -> TraceError | None:
+    """Returns the typed error for what JAX says, `error`, where `jax.reshard` or `out_sharding=` names an axis of type
+    Auto; None for any other error.
+
+    **Arguments:** `mesh`: under whose axes the function was traced. `place`: what was traced, for the message."""
+    if _NAMES_AUTO not in str(error):
+        return None
+    return TraceError(
+        "jax.reshard and out_sharding= say where an array is along mesh axes of type Explicit, and here they name one"
+        f" of type Auto: {' '.join(str(error).split())[:400]}",
+        value={name: str(kind) for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)},
+        place=place,
+        remedy=(
+            "give a mesh whose axes are Explicit, mesh=jax.make_mesh(sizes, names), or write"
+            " jax.lax.with_sharding_constraint(x, PartitionSpec(...)) in their place, which Auto axes take"
+        ),
+    )
+
+
+def refused_types(error: Exception, mesh: Mesh | AbstractMesh, place: str, does_under_auto: bool) -> TraceError:
+    """Returns the typed error for what JAX says, `error`, of a step that is traced under the Explicit axes of `mesh`.
+
+    **Arguments:** `place`: what was traced, for the message. `does_under_auto`: whether the step could be traced under
+    Auto axes."""
+    if (refused := names_auto(error, mesh, place)) is not None:
+        return refused
+    remedy = (
+        "say where that array is, with jax.reshard or out_sharding=, or choose rules whose layout fits the step's"
+        " annotations"
+    )
+    if does_under_auto:
+        remedy += (
+            "; or give the mesh Auto axes, which do for sharding constraints: jax.make_mesh(sizes, names,"
+            " axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+        )
+    return TraceError(
+        f"the step cannot be traced under the Explicit axes of its mesh: {' '.join(str(error).split())[:600]}",
+        value=type(error).__name__,
+        place=place,
+        remedy=remedy,
+    )
+
+
+def is_fit_for_auto(closed: _compat.ClosedJaxpr) -> bool:
+    """Returns whether a step that was traced under Auto axes, `closed`, has no annotations but sharding constraints."""
+    return all(annotation.written == _CONSTRAINT for annotation in untyped(closed, pins=False)[1])
 
 
 def typed_leaf(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
@@ -78,7 +131,7 @@ def _constraints(jaxpr: Any) -> list[Annotation]:
     written = []
     for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
-            written.append(_annotation(eqn, "with_sharding_constraint", eqn.params["sharding"].spec))
+            written.append(_annotation(eqn, _CONSTRAINT, eqn.params["sharding"].spec))
         for value in eqn.params.values():
             inner = value if isinstance(value, (tuple, list)) else (value,)
             written += [found for each in inner if _compat.is_jaxpr(each) for found in _constraints(each)]
@@ -129,7 +182,7 @@ class _Untyping:
         if name == "sharding_constraint":
             where = params["sharding"]
             if isinstance(where, NamedSharding):
-                self.annotations += self._written(eqn, "with_sharding_constraint", where.spec)
+                self.annotations += self._written(eqn, _CONSTRAINT, where.spec)
                 changed["sharding"] = _joined(where, eqn.invars[0].aval)
             wanted = None
         else:

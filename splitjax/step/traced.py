@@ -20,7 +20,16 @@ from splitjax.errors import MicrobatchError, Refusal, SplitjaxError, TraceError
 from splitjax.mesh import inside_mesh
 from splitjax.plan import Spec
 from splitjax.rules.pins import Said
-from splitjax.step.annotations import Annotation, constraints_in, has_explicit, typed_leaf, untyped
+from splitjax.step.annotations import (
+    Annotation,
+    constraints_in,
+    has_explicit,
+    is_fit_for_auto,
+    names_auto,
+    refused_types,
+    typed_leaf,
+    untyped,
+)
 from splitjax.step.arguments import Bound, abstract
 from splitjax.step.dealing import rewritten
 from splitjax.step.dealt_values import FusedProduct
@@ -286,26 +295,27 @@ def _trace_typed(
     except SplitjaxError:
         raise
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise TraceError(
-            f"the step cannot be traced under the Explicit axes of its mesh: {' '.join(lines)[:600]}",
-            value=type(error).__name__,
-            place=f"trace of {call.name}",
-            remedy=(
-                "say where that array is, with jax.reshard or out_sharding=, choose rules whose layout fits the step's"
-                " annotations, or give the mesh Auto axes: jax.make_mesh(sizes, names,"
-                " axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
-            ),
-        ) from error
+        # Before it is known where its arguments live, a step that Auto axes would do for has been traced under these.
+        does_under_auto = specs is not None and _does_under_auto(call, mesh, leaves)
+        raise refused_types(error, mesh, f"trace of {call.name}", does_under_auto) from error
     jaxpr, annotations = untyped(typed, pins=specs is not None)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), result)
     return jaxpr, shapes, annotations, specs is not None or not annotations
 
 
+def _does_under_auto(call: _StepCall, mesh: Mesh | AbstractMesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Returns whether a step could be traced, with all that it says of arrays, if the axes of `mesh` were Auto."""
+    try:
+        return is_fit_for_auto(_trace(call, mesh, leaves)[0])
+    except Exception:
+        return False
+
+
 def _trace(call: _StepCall, mesh: Mesh | AbstractMesh | None, leaves: Sequence[jax.ShapeDtypeStruct]) -> TracedCall:
     """Traces a step over arrays that name no mesh; where that cannot be done, under the axes of `mesh`, all Auto."""
     try:
-        return *naming_axes(call.trace, None if mesh is None else inside_mesh(mesh))(leaves), (), True
+        inside = None if mesh is None else inside_mesh(mesh)
+        return *naming_axes(call.trace, inside, f"trace of {call.name}")(leaves), (), True
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
@@ -319,9 +329,12 @@ def _trace(call: _StepCall, mesh: Mesh | AbstractMesh | None, leaves: Sequence[j
         ) from error
 
 
-def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None) -> Callable[..., Any]:
+def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None, place: str) -> Callable[..., Any]:
     """Returns `fn`, run under the axes of `mesh` where it fails without: it may name them, as in
-    `jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`. None for no mesh."""
+    `jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`. None for no mesh.
+
+    What it returns raises what `fn` raises, and `TraceError` at `place` for an annotation that only Explicit axes take
+    and that names one of type Auto."""
 
     def run(*args: Any) -> Any:
         try:
@@ -336,9 +349,10 @@ def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None) -> Cal
                     return fn(*args)
             except SplitjaxError:
                 raise
-            except Exception:  # it was not for want of a mesh: what is wrong is what JAX said first
-                pass
-            raise
+            except Exception as error:
+                if (refused := names_auto(error, mesh, place)) is not None:
+                    raise refused from error
+            raise  # it was not for want of a mesh: what is wrong is what JAX said first
 
     return run
 
