@@ -467,6 +467,41 @@ def test_annotations_under_explicit_axes_are_pins(how, rules, options):
     assert not any("are Auto inside" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("kind", ["adam", "adafactor"])
+def test_annotations_go_with_optimizer_state_in_parts(kind):
+    """JAX adds a moment to a gradient only where both lie alike, and the moment lies in parts of its own."""
+    mesh = mesh_of("explicit", (2, 2, 2), ("data", "fsdp", "tensor"))
+    tx = {
+        "adam": optax.chain(optax.scale_by_adam(), optax.ema(0.9)),
+        "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    }[kind]
+
+    def network(params, x, is_annotated):
+        hidden, where = jnp.tanh(x @ params["w"] + params["b"]), PartitionSpec(("data", "fsdp"), None)
+        return jnp.dot(hidden, params["v"], out_sharding=where) if is_annotated else hidden @ params["v"]
+
+    def train(state, batch, is_annotated=True):
+        loss = lambda params: ((network(params, batch["x"], is_annotated) - batch["y"]) ** 2).mean()
+        value, gradient = splitjax.value_and_grad(loss)(state["params"])
+        updates, opt = tx.update(gradient, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    params, batch = numbers_for_annotated()
+    params["b"] = np.linspace(-1, 1, 64)
+    state = {"params": params, "opt": tx.init(params)}
+    want = jax.jit(lambda *args: train(*args, is_annotated=False))(state, batch)
+    step = splitjax.parallelize(train, mesh=mesh, rules="megatron", shard_state=True, static_argnums=(2,), donate=False)
+    plan = step.plan(state, batch)
+    assert sum("sharded state" in leaf.rule for leaf in plan.leaves) >= 3
+    got = step(step.place(state, example=(batch,)), batch)
+    assert_close(got, want)
+    pinned = splitjax.parallelize(train, mesh=mesh, plan=plan, static_argnums=(2,), donate=False)
+    assert pinned.plan(state, batch).leaves == plan.leaves
+    if kind == "adam":
+        average = step.like(lambda state, batch: network(state["opt"][1].ema, batch["x"], True))(got[0], batch)
+        assert_close(average, network(jax.device_get(got[0]["opt"][1].ema), batch["x"], False))
+
+
 @pytest.mark.parametrize("function", ["repeat", "map", "scan"])
 def test_what_jax_places_unasked_is_no_annotation(function):
     """Under Explicit axes `jnp.repeat`, `jax.lax.map` in batches, and the loops of a plain `jax.grad` say where their

@@ -24,7 +24,8 @@ from splitjax.plan import ComingMemory, LeafPlan, Memory
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.explaining import explain
 from splitjax.planning.fused import fused_products
-from splitjax.planning.padding import find_padding, logical_spec
+from splitjax.planning.layouts import typed_specs
+from splitjax.planning.padding import find_padding
 from splitjax.planning.passes import completed, draft_step, with_tables
 from splitjax.planning.predict import predict
 from splitjax.planning.sites.layout import StepLayout
@@ -57,7 +58,7 @@ def begin(
         traced = padded_traced(traced, padding)
     draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
     if not traced.is_settled:
-        specs = [logical_spec(leaf, draft.shape, moves=False) for leaf in draft.layout.leaves]
+        specs = typed_specs(draft.graph, draft.layout.leaves, draft.shape, layouts)
         traced = trace_step(recipe, traced.call, traced.matched, mesh, specs)
         if padding:
             traced = padded_traced(traced, padding)

@@ -25,7 +25,7 @@ from splitjax.errors import SplitjaxError, UnavailableError
 from splitjax.mesh import MeshShape, platform_of
 from splitjax.plan import spec_text
 from splitjax.planning.explaining import machine_prices
-from splitjax.planning.padding import logical_spec
+from splitjax.planning.layouts import typed_specs
 from splitjax.report.attribute import ReportedCollective
 from splitjax.report.blame.remedies import Change, CompiledCost, Remedies
 from splitjax.report.rows import short_source
@@ -96,7 +96,7 @@ def _traced_again(recipe: Recipe, mesh: Mesh | AbstractMesh, entry: CompiledEntr
     traced = trace_step(recipe, entry.call, mesh=mesh)
     if traced.is_settled:
         return traced
-    specs = [logical_spec(leaf, entry.plan.mesh, moves=False) for leaf in entry.plan.leaves]
+    specs = typed_specs(entry.graph, entry.plan.leaves, entry.plan.mesh)
     return trace_step(recipe, entry.call, traced.matched, mesh, specs)
 
 

@@ -6,20 +6,20 @@ Each function here is a pass: a `Draft` comes in and goes out with its layout, o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Plan, Spec, first_mismatch, spec_axes, spec_text
 from splitjax.planning.draft import Draft
 from splitjax.planning.examples import check_examples
-from splitjax.planning.padding import describe
+from splitjax.planning.padding import describe, logical_spec
 from splitjax.planning.sites.constraints import place_batches
 from splitjax.rules import RuleSet, assign
 from splitjax.rules.assign import Assignment
 from splitjax.rules.match import unmatched_paths
 from splitjax.rules.pins import OPEN
-from splitjax.rules.sharded_state import shard_state
+from splitjax.rules.sharded_state import shard_state, without_sharding
 from splitjax.trace.graph import Graph
 
 
@@ -98,6 +98,26 @@ def pin_rest(draft: Draft) -> Draft:
             leaves[number] = dataclasses.replace(leaf, spec=wanted, rule=pin.reason, bytes_per_device=size)
             notes.append(f"{leaf.path}: {pin.reason}; otherwise {spec_text(leaf.spec)} ({leaf.rule})")
     return dataclasses.replace(draft, layout=dataclasses.replace(draft.layout, leaves=tuple(leaves))).noting(*notes)
+
+
+def typed_specs(
+    graph: Graph, leaves: Sequence[LeafPlan], mesh: MeshShape, followed: Mapping[str, LeafPlan] | None = None
+) -> list[Spec]:
+    """Returns where a step that is traced under Explicit axes sees its arguments: where they live, in the sizes that it
+    knows, but for optimizer state that lies in parts of its own. It meets its parameter and the gradient in the step,
+    which JAX takes only where they lie alike, and is seen as it would lie without; no value is moved for it.
+
+    **Arguments:** `graph`, `leaves`: the traced step, laid out. `mesh`: its mesh. `followed`: by path, the layout of
+    the training step that an evaluation follows; None for a training step."""
+    if followed is None:
+        specs = without_sharding(graph, leaves)
+    else:
+        trained = list(followed.values())
+        seen = zip(trained, without_sharding(graph, trained), strict=True)
+        like = _specs_like(graph, {leaf.path: dataclasses.replace(leaf, spec=spec) for leaf, spec in seen})
+        specs = [like.get(leaf.path, leaf.spec) for leaf in leaves]
+    seen_as = (dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(leaves, specs, strict=True))
+    return [logical_spec(leaf, mesh, moves=False) for leaf in seen_as]
 
 
 def _is_pinned(draft: Draft) -> bool:

@@ -22,6 +22,7 @@ from splitjax.trace.graph import Graph, Leaf
 
 Axes = tuple[str, ...]
 Entries = tuple[Axes, ...]  # per dim its axes, major first
+_SHARDED = ", sharded state"  # behind the rule of state that lies in parts of its own
 
 
 def shard_state(
@@ -53,6 +54,32 @@ def shard_state(
     by_path = {leaf.path: leaf for leaf in out}
     out = [_state(graph, traced, by_path, chosen, mesh, batch_axes, leaf) for leaf in out]
     return tuple(out), _notes(leaves, out, mesh, batch_axes)
+
+
+def without_sharding(graph: Graph, leaves: Sequence[LeafPlan]) -> list[Spec]:
+    """Returns how the `leaves` of a traced step, laid out, would lie without `shard_state`: optimizer state that is
+    sharded further has what its parameter has along the same dims."""
+    traced = {leaf.path: leaf for leaf in graph.leaves}
+    planned = {leaf.path: leaf for leaf in leaves}
+    return [_without(graph, traced, planned, leaf) if leaf.rule.endswith(_SHARDED) else leaf.spec for leaf in leaves]
+
+
+def _without(graph: Graph, traced: Mapping[str, Leaf], planned: Mapping[str, LeafPlan], leaf: LeafPlan) -> Spec:
+    """Returns how a leaf that is sharded further would lie without; as it lies, where its parameter is not known."""
+    param = planned.get(leaf.rule.removesuffix(_SHARDED).removeprefix("follows "))
+    if param is None:
+        return leaf.spec
+    had = _entries(param)
+    if leaf.shape != param.shape:  # a statistic of some of its dims
+        if leaf.path not in traced or param.path not in traced:
+            return leaf.spec
+        label = lambda atoms: graph.hard[atoms[0]] if atoms else None
+        by_label = {label(atoms): axes for atoms, axes in zip(traced[param.path].dims, had, strict=True) if atoms}
+        had = tuple(by_label.get(label(atoms), ()) for atoms in traced[leaf.path].dims)
+    return tuple(
+        spec_entry(tuple(axis for axis in axes if axis in known))
+        for axes, known in zip(_entries(leaf), had, strict=True)
+    )
 
 
 def spread(
@@ -163,7 +190,7 @@ def _state(
     return dataclasses.replace(
         leaf,
         spec=spec,
-        rule=f"{leaf.rule}, sharded state",
+        rule=f"{leaf.rule}{_SHARDED}",
         note=note,
         bytes_per_device=leaf.whole_bytes(mesh) // mesh.size(spec_axes(spec)),
     )
