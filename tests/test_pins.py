@@ -417,3 +417,40 @@ def test_a_state_that_lies_elsewhere_after_the_plan_is_still_an_error():
     step.init(plain_state, example=(batch,))
     with pytest.raises(StateError, match=r"step\.place"):
         step(placed(mesh, ("model",), (None, "model")), batch)
+
+
+@pytest.mark.parametrize("num_examples", [16, 8])
+def test_state_in_parts_goes_to_another_signature_and_another_step(num_examples):
+    """Biases lie behind `tensor`, against the order of the mesh, as `shard_state` lays them."""
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    init = lambda key: {
+        "w": jax.random.normal(key, (8, 16)),
+        "b": jnp.zeros(16),
+        "out": jax.random.normal(key, (16, 8)),
+    }
+    adam = optax.adam(0.1)
+
+    def make(key):
+        params = init(key)
+        return {"params": params, "opt": adam.init(params)}
+
+    def step(state, batch):
+        def loss(params):
+            return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) @ params["out"]) ** 2)
+
+        value, grads = splitjax.value_and_grad(loss)(state["params"])
+        updates, opt = adam.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    options = {"mesh": mesh, "rules": "megatron", "shard_state": True, "donate": False}
+    parallel = splitjax.parallelize(step, **options)
+    batch = jax.random.normal(jax.random.key(1), (8, 8))
+    state = parallel.init(make, jax.random.key(0), example=(batch,))
+    assert state["opt"][0].mu["b"].sharding.spec == P(("tensor", "data", "fsdp"))
+    other = jax.random.normal(jax.random.key(2), (num_examples, 8))
+    again = parallel if num_examples == 16 else splitjax.parallelize(step, **options)
+    found = again(state, other)
+    assert found[0]["opt"][0].mu["b"].sharding.spec == P(("tensor", "data", "fsdp"))
+    expected = jax.jit(step)(jax.device_get(state), other)
+    for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(np.asarray(two), np.asarray(one), rtol=2e-5, atol=2e-6)

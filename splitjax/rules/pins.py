@@ -85,11 +85,13 @@ def resolve(said: Iterable[Said], graph: Graph, mesh: MeshShape, *, must_divide:
         entries, names = _entries(each, shape, mesh)
         if names:
             unknown.setdefault(names, []).append(each.how)
-        is_split = any(entry not in (None, OPEN) for entry in entries)
-        if not is_split and (each.is_placed or names):
+        num_split = sum(entry not in (None, OPEN) for entry in entries)
+        if not num_split and (each.is_placed or names):
             continue
         dividing = shape if must_divide else (0,) * len(shape)  # zero divides by everything
-        pin = Pin(_checked(each, entries, dividing, mesh), each.how, each.is_placed)
+        # Sharded state lies so (`rules.sharded_state`): XLA gets an array right that one dim alone splits.
+        keeps_order = each.is_placed and leaves[each.path].role != "param" and num_split == 1
+        pin = Pin(_checked(each, entries, dividing, mesh, keeps_order), each.how, each.is_placed)
         earlier = pins.get(each.path)
         pins[each.path] = pin if earlier is None else _joined(each.path, earlier, pin)
     notes = []
@@ -196,8 +198,11 @@ def _by_rules(names: Sequence[SpecEntry], logical: Sequence[tuple[str, Any]]) ->
     return tuple(out)
 
 
-def _checked(said: Said, entries: tuple[SpecEntry, ...], shape: Sequence[int], mesh: MeshShape) -> Spec:
-    """Returns `entries` as a spec that the mesh can have."""
+def _checked(
+    said: Said, entries: tuple[SpecEntry, ...], shape: Sequence[int], mesh: MeshShape, keeps_order: bool
+) -> Spec:
+    """Returns `entries` as a spec that the mesh can have. `keeps_order`: whether axes may stand in another order than
+    the mesh's."""
     used: set[str] = set()
     spec: list[SpecEntry] = []
     for dim, entry in enumerate(entries):
@@ -207,7 +212,7 @@ def _checked(said: Said, entries: tuple[SpecEntry, ...], shape: Sequence[int], m
             problem = f"the mesh axis {twice[0]!r} would split it twice"
         elif shape[dim] % mesh.size(axes):
             problem = f"dim {dim} of size {shape[dim]} does not divide by {mesh.size(axes)} ({' x '.join(axes)})"
-        elif said.is_placed and mesh.in_order(axes) != axes:
+        elif said.is_placed and not keeps_order and mesh.in_order(axes) != axes:
             problem = f"dim {dim} is split over {' and '.join(axes)}, which is not the mesh's order"
         if problem:
             raise PinError(
@@ -218,5 +223,5 @@ def _checked(said: Said, entries: tuple[SpecEntry, ...], shape: Sequence[int], m
                 ' parameter can be stored padded, with uneven="pad"',
             )
         used |= set(axes)
-        spec.append(entry if entry == OPEN else spec_entry(mesh.in_order(axes)))
+        spec.append(entry if entry == OPEN else spec_entry(axes if keeps_order else mesh.in_order(axes)))
     return tuple(spec)
