@@ -64,6 +64,7 @@ from splitjax._compat.meshes import result_type as result_type
 from splitjax._compat.meshes import vary_all as vary_all
 from splitjax._compat.meshes import varying_axes as varying_axes
 from splitjax._compat.pallas import PallasBlock as PallasBlock
+from splitjax._compat.pallas import only_reads as only_reads
 from splitjax._compat.pallas import pallas_grid as pallas_grid
 from splitjax._compat.pallas import smaller_pallas_call as smaller_pallas_call
 from splitjax._compat.runs import backend_started as backend_started

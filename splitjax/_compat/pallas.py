@@ -34,12 +34,16 @@ class PallasGrid:
     - `sizes`: of its dims; None for one that only the run tells.
     - `operands`, `results`: their blocks; None for an operand that has none, as those that index maps read.
     - `counted`: grid dims whose index or size the kernel reads.
+    - `own`: the grid dims that the kernel knows of, as it numbers them: those that `vmap` added are not among them.
+    - `aliases`: operands and results, by position, that are the same memory.
     """
 
     sizes: tuple[int | None, ...]
     operands: tuple[PallasBlock | None, ...]
     results: tuple[PallasBlock | None, ...]
     counted: frozenset[int]
+    own: tuple[int, ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
 
 
 def pallas_grid(params: Mapping[str, Any]) -> PallasGrid:
@@ -50,12 +54,21 @@ def pallas_grid(params: Mapping[str, Any]) -> PallasGrid:
     blocks = [_block(each, len(sizes)) for each in mapping.block_mappings]
     before = dynamic + mapping.num_index_operands
     operands = (*([None] * before), *blocks[: mapping.num_inputs])
-    # a kernel counts grid dims without those that `vmap` added
     own = [dim for dim in range(len(sizes)) if dim not in mapping.vmapped_dims]
     counted = {own[axis] for axis in _program_ids(params["jaxpr"]) if axis < len(own)}
     if params.get("mesh") is not None:
         counted = set(range(len(sizes)))
-    return PallasGrid(sizes, operands, tuple(blocks[mapping.num_inputs :]), frozenset(counted))
+    # sizes that only the run tells come first among the operands, and have no number here
+    aliases = tuple((operand + dynamic, result) for operand, result in params["input_output_aliases"])
+    results = tuple(blocks[mapping.num_inputs :])
+    return PallasGrid(sizes, operands, results, frozenset(counted), tuple(own), aliases)
+
+
+def only_reads(eqn: Any, variable: Any) -> bool:
+    """Returns whether the equation `eqn` of a kernel's body says of the memory `variable` that it reads it, and nothing
+    else."""
+    kinds = {type(effect).__name__ for effect in eqn.effects if getattr(effect, "input", None) is variable}
+    return kinds == {"ReadEffect"}
 
 
 def smaller_pallas_call(eqn: Any, factors: Mapping[int, int]) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import splitjax
 from splitjax.errors import UnknownPrimitiveError
@@ -139,3 +140,64 @@ def test_along_a_block_it_is_refused_or_gathered(data):
     expected = jax.jit(train(attention, rms_norm))(*data)
     for a, b in zip(jax.tree.leaves(gathered(state, data[1])), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
+
+
+def summed_up(reset):
+    """A running sum of rows [n, m], in scratch, over a grid of n by m."""
+
+    def kernel(x_ref, flag_ref, out_ref, sum_ref):
+        if reset == "by index":
+            pl.when(pl.program_id(1) == 0)(lambda: sum_ref.__setitem__(..., jnp.zeros_like(sum_ref)))
+        else:
+            sum_ref[...] = jnp.where(flag_ref[...] == 1, 0, sum_ref[...])
+        sum_ref[...] += x_ref[...]
+        out_ref[...] = sum_ref[...]
+
+    block = pl.BlockSpec((1, 1), lambda i, j: (i, j))
+
+    def running_sum(x, flag):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=x.shape,
+            in_specs=[block, block],
+            out_specs=block,
+            scratch_shapes=[pltpu.VMEM((1, 1), jnp.float32)],
+            interpret=True,
+        )(x, flag)
+
+    def step(params, batch):
+        loss_fn = lambda p: ((running_sum(*batch) @ p) ** 2).mean()
+        loss, gradient = splitjax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * gradient, loss
+
+    return step
+
+
+def rows():
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("f")
+    first = np.zeros((8, 4), "f")
+    first[0, 0] = first[5, 0] = 1
+    return np.ones((4, 2), "f"), (x, first)
+
+
+def test_scratch_that_begins_anew_in_every_part_may_be_split():
+    step = splitjax.parallelize(summed_up("by index"), mesh={"data": 4}, rules="data_parallel", donate=False)
+    expected = jax.jit(summed_up("by index"))(*rows())
+    for a, b in zip(step(*rows()), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert step.plan(*rows()).gathered == ()
+
+
+def test_scratch_that_carries_rows_on_is_refused_or_gathered():
+    step = splitjax.parallelize(summed_up("by data"), mesh={"data": 4}, rules="data_parallel")
+    error = refusal(step, *rows())
+    assert "its kernel may read scratch, or an operand, that an earlier step of the grid" in error.message
+    # the examples are whole, too: nothing says that they have nothing to do with each other
+    line = 'kernel = splitjax.kernel(kernel, dims="b a, b c -> b a", whole="a b")'
+    assert line in error.remedy
+    gathered = splitjax.parallelize(
+        summed_up("by data"), mesh={"data": 4}, rules="data_parallel", unknown="gather", donate=False
+    )
+    for a, b in zip(gathered(*rows()), jax.jit(summed_up("by data"))(*rows()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
