@@ -37,7 +37,7 @@ def kernel_line(call: ForeignCall, graph: Graph) -> str:
             may_split |= {text for text, grid_dim in zip(written, follows, strict=False) if grid_dim in grids.split}
             bound |= {text for text, grid_dim in zip(written, follows, strict=False) if grid_dim in grids.bound}
             known[shape].append(written)
-    outer, name = call.eqn, call.eqn.params["name"] or "kernel"
+    outer, name = call.eqn, _caller(call)
     if call.rule is not None:
         outer, body = call.rule, call_body(call.rule)
         name = name if body is None else _compat.function_name(body)
@@ -87,6 +87,13 @@ def _grids(call: ForeignCall) -> _Grids:
     if eqn.primitive.name != PALLAS:
         return _Grids([()] * len(eqn.invars), [()] * len(eqn.outvars), frozenset(), frozenset())
     return _Grids(*followed(eqn.params), frozenset(split_dims(eqn.params)), bound_dims(eqn.params))
+
+
+def _caller(call: ForeignCall) -> str:
+    """Returns the name of the user's function that makes a call; where it has none, the kernel's own."""
+    name = call.source.rpartition("(")[2].removesuffix(")").rpartition(".")[2]
+    own = call.eqn.params.get("name") or "kernel"
+    return name if name.isidentifier() and not name.startswith("__") else own
 
 
 def _like_an_operand(tensor: list[str], shape: Sequence[int], operands: Sequence[list[str]], outer: Any) -> list[str]:

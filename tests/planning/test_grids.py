@@ -194,7 +194,7 @@ def test_scratch_that_carries_rows_on_is_refused_or_gathered():
     error = refusal(step, *rows())
     assert "its kernel may read scratch, or an operand, that an earlier step of the grid" in error.message
     # the examples are whole, too: nothing says that they have nothing to do with each other
-    line = 'kernel = splitjax.kernel(kernel, dims="b a, b c -> b a", whole="a b")'
+    line = 'running_sum = splitjax.kernel(running_sum, dims="b a, b c -> b a", whole="a b")'
     assert line in error.remedy
     gathered = splitjax.parallelize(
         summed_up("by data"), mesh={"data": 4}, rules="data_parallel", unknown="gather", donate=False
