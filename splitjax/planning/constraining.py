@@ -15,6 +15,7 @@ from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
 from splitjax.plan import Constraint
 from splitjax.planning.draft import Draft
+from splitjax.planning.kernel_lines import kernel_line
 from splitjax.planning.sites.callbacks import gather_callbacks
 from splitjax.planning.sites.constraints import derive_constraints
 from splitjax.planning.sites.dealing import deal_notes, derive_deals
@@ -42,7 +43,7 @@ from splitjax.planning.sites.sharded_dims import ShardedDims
 from splitjax.planning.sites.shared_heads import pin_shared_heads, shared_notes
 from splitjax.planning.sites.turns import derive_turns
 from splitjax.primitives.foreign.callbacks import CALLBACKS
-from splitjax.trace.graph import Unknown
+from splitjax.trace.graph import Graph, Unknown
 
 
 def constrain(draft: Draft) -> Draft:
@@ -69,7 +70,7 @@ def constrain(draft: Draft) -> Draft:
         if op.primitive not in CALLBACKS and sharded.reaches((*op.operand_dims, *op.result_dims), op.site)
     ]
     if unknown and draft.request.unknown == "error":
-        raise _unknown_error(unknown[0])
+        raise _unknown_error(unknown[0], graph)
     around = tuple(
         constraint
         for op in unknown
@@ -126,15 +127,20 @@ def constrain(draft: Draft) -> Draft:
     )
 
 
-def _unknown_error(op: Unknown) -> UnknownPrimitiveError:
+def _unknown_error(op: Unknown, graph: Graph) -> UnknownPrimitiveError:
+    foreign = next((call for call in graph.foreign if call.site == op.site), None)
+    if foreign is None:
+        remedy = f'teach it with splitjax.register_dims({op.primitive!r}, "b i, i o -> b o")'
+    else:
+        remedy = (
+            f"keep it whole: {kernel_line(foreign, graph)} (give one label to dims that are one dim, and name in whole"
+            " those whose entries influence each other; .check(...) tries them)"
+        )
     return UnknownPrimitiveError(
         f"splitjax does not know what the primitive {op.primitive!r} does to dims, and something sharded reaches it",
         value=op.primitive,
         place=op.source or f"equation {'.'.join(map(str, op.site))}",
-        remedy=(
-            f'teach it with splitjax.register_dims({op.primitive!r}, "b i, i o -> b o"), or pass unknown="gather" to'
-            " run the operation replicated on every device"
-        ),
+        remedy=f'{remedy}, or pass unknown="gather" to run the operation replicated on every device',
     )
 
 

@@ -24,6 +24,7 @@ OPERATIONS.state(
     "pure_callback io_callback ffi_call call_exported call_tf",
     no_dims="it runs code that splitjax cannot see; register what it does to dims",
 )
+OPERATIONS.state("ffi_call", Trait.FOREIGN)
 OPERATIONS.state("after_all", no_dims="it orders side effects and has no dims")
 OPERATIONS.state(
     """
