@@ -128,13 +128,15 @@ def kernel(fn: Callable[..., Any], dims: str, *, whole: str = "") -> Kernel:
     **Arguments:**
 
     - `fn`: the function. It takes arrays by position, and returns an array or a tuple of them.
-    - `dims`: its dims, operands and results separated by commas: `"b s h d, b t h d, b t h d -> b s h d"`. `(h d)` is a
-      dim made of factors, `...` stands for leading dims, `_` for a dim that has nothing to do with others. A label is
-      one dim in all arrays that have it. Along a label that every result has, it promises that parts of the operands
-      give that part of the results; an operand without the label is whole on every device, and its gradient is summed
-      over them. A label that some result lacks is whole.
+    - `dims`: its dims, operands and results separated by commas: `"b s h d, b t h d, b t h d -> b s h d"`, for
+      attention with `whole="s d"`. `(h d)` is a dim made of factors, `...` stands for leading dims, `_` for a dim that
+      has nothing to do with others. A label is one dim in all arrays that have it. Along a label that every result has
+      and that `whole` does not name, it promises that parts of the operands give that part of the results; an operand
+      without the label is whole on every device, and its gradient is summed over them. A label that some result lacks
+      is whole.
     - `whole`: labels, separated by blanks, that are whole although every result has them, because entries influence
-      each other or the kernel counts them: `"s d"` for causal attention.
+      each other or the kernel counts them: `"s d"` for causal attention. Without it all labels of the results may be
+      split.
 
     Raises `TraceError` for dims that do not parse or that contradict themselves; a call raises it for shapes that do
     not fit them, and `KernelError` for another number of operands or results. `Kernel.check` tries the promise on
