@@ -6,11 +6,12 @@ hold them get the kind "recurrent".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from splitjax.trace.flatten import BACKWARD, FlatStep
 from splitjax.trace.flow import ValueFacts
 from splitjax.trace.links import Linked
+from splitjax.trace.stepping import around_gradients
 
 
 def mark_recurrent(
@@ -25,16 +26,17 @@ def mark_recurrent(
 
     **Returns** indices of operations among `uses`.
 
-    In a loop that reads a sequence, the weight is the same in every iteration, its data depend on what the loop
-    carries, and its result goes into what the loop carries. A stack of layers is none (its weight is a slice of a
-    scanned operand), nor are a layer that is repeated without reading anything, an update loop (its weights are
-    themselves carried) and a head that only emits. The input projections of a cell, added to a recurrent one in the
-    same step, count as recurrent too.
+    In a loop that reads a sequence, the weight is the same in every iteration, and its result goes into what the loop
+    carries, from where it comes back to its data in a later iteration. A stack of layers is none (its weight is a slice
+    of a scanned operand), nor are a layer that is repeated without reading anything, an update loop (its weights are
+    themselves carried), a head that only emits, one whose results are added up while its data come by a counter, and
+    whatever a loop around the gradient reads turn by turn. The input projections of a cell, added to a recurrent one in
+    the same step, count as recurrent too.
     """
     if not flat.carried:
         return frozenset()
     carried, feeding = _carry_dependence(flat), _feeds_carry(flat)
-    sequences = _sequence_loops(flat, flow, carried)
+    sequences = _sequence_loops(flat, flow, carried) - around_gradients(flat)
     sliced = _sliced_in(flat, flow)
     recurrent: set[int] = set()
     for index, (weight, data) in uses.items():
@@ -47,7 +49,7 @@ def mark_recurrent(
             and x in carried[loop]
             and w not in carried[loop]
             and loop not in sliced.get(w, ())
-            and op.outputs[0] in feeding[loop]
+            and _comes_back(op.outputs[0], x, carried[loop], feeding[loop])
             for loop in op.loops
             if loop in carried  # a map carries nothing, though a loop beside it may
         ):
@@ -80,34 +82,58 @@ def find_state_reads(flat: FlatStep, linked: Linked, uses: Mapping[int, tuple[in
     return frozenset(index for index, own in read.items() if own & given.get(index, set()))
 
 
-def _carry_dependence(flat: FlatStep) -> dict[int, set[int]]:
-    """Finds, per loop, the values of its body that depend on what the loop carries."""
-    inside: dict[int, set[int]] = {}
+# By value of a loop's body, some of the values that enter the body as carries.
+Carries = Mapping[int, frozenset[int]]
+
+
+def _carry_dependence(flat: FlatStep) -> dict[int, Carries]:
+    """Finds, per loop, the values of its body that depend on what the loop carries, each with the carries that it
+    depends on within an iteration."""
+    inside: dict[int, dict[int, frozenset[int]]] = {}
     for loop, value in flat.carried:
-        inside.setdefault(loop, set()).add(value)
+        inside.setdefault(loop, {})[value] = frozenset((value,))
     for op in flat.ops:
         for loop in op.loops:
-            known = inside.get(loop)
-            if known and not known.isdisjoint(op.inputs):
-                known.update(op.outputs)
-    return inside
+            if loop in inside:
+                _spread(inside[loop], op.inputs, op.outputs)
+    return dict(inside)
 
 
-def _feeds_carry(flat: FlatStep) -> dict[int, set[int]]:
-    """Finds, per loop, the values of its body that go into what the next iteration gets."""
-    feeding: dict[int, set[int]] = {loop: set() for loop, _ in flat.carried}
+def _feeds_carry(flat: FlatStep) -> dict[int, Carries]:
+    """Finds, per loop, the values of its body that go into what the next iteration gets, each with the carries that
+    they are a part of there."""
+    feeding: dict[int, dict[int, frozenset[int]]] = {loop: {} for loop, _ in flat.carried}
     for op in reversed(flat.ops):
         if op.primitive == "_carry_back":
-            feeding[op.loops[-1]].add(op.inputs[0])
+            result, value = op.inputs
+            known = feeding[op.loops[-1]]
+            known[result] = known.get(result, frozenset()) | {value}
             continue
         for loop in op.loops:
-            known = feeding.get(loop)
-            if known and not known.isdisjoint(op.outputs):
-                known.update(op.inputs)
-    return feeding
+            if loop in feeding:
+                _spread(feeding[loop], op.outputs, op.inputs)
+    return dict(feeding)
 
 
-def _sequence_loops(flat: FlatStep, flow: ValueFacts, carried: Mapping[int, set[int]]) -> set[int]:
+def _spread(known: dict[int, frozenset[int]], given: Sequence[int], to: Sequence[int]) -> None:
+    """Adds what is `known` of the values `given` to what is known of the values `to`."""
+    found = frozenset[int]().union(*(known[value] for value in given if value in known))
+    if found:
+        known.update((value, found | known.get(value, frozenset())) for value in to)
+
+
+def _comes_back(result: int, data: int, carried: Carries, feeding: Carries) -> bool:
+    """Tells whether `result` is, by what a loop carries, a part of `data` in a later iteration. `carried`, `feeding`:
+    of the loop."""
+    wanted, reached = carried.get(data, frozenset()), frozenset[int]()
+    new = feeding.get(result, frozenset())
+    while new and wanted.isdisjoint(new):
+        reached |= new
+        new = frozenset[int]().union(*(feeding[carry] for carry in new if carry in feeding)) - reached
+    return not wanted.isdisjoint(new)
+
+
+def _sequence_loops(flat: FlatStep, flow: ValueFacts, carried: Mapping[int, Carries]) -> set[int]:
     """Finds the loops that read data by steps: scanned, or picked from a whole sequence with a carried index."""
     loops: set[int] = set()
     for op in flat.ops:

@@ -141,6 +141,57 @@ def test_accumulation_by_hand(gradient):
     assert graph.flops == 2 * B * (D * 64 + 64 * C)
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_accumulation_over_slices(gradient):
+    """A counter says where the part begins that each turn reads, and gradients are carried: what a weight makes never
+    comes back to it."""
+
+    def step(s, batch):
+        def body(turn, total):
+            part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, turn * (B // 4), B // 4), batch)
+            return jax.tree.map(jnp.add, total, VALUE_AND_GRAD[gradient](lambda p: mlp_loss(p, part))(s)[1])
+
+        total = lax.fori_loop(0, 4, body, jax.tree.map(jnp.zeros_like, s))
+        return jax.tree.map(lambda p, g: p - 0.1 * g / 4, s, total), 0.0
+
+    assert kinds(check(graph_of(step, MLP, VECTORS))) == {"fc1": "dense", "fc2": "dense"}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_sum_over_slices_is_no_recurrence(gradient):
+    """A head over a few positions at a time, whose losses a loop in the model adds up."""
+    params = {"head": {"w": zeros(D, C)}}
+
+    def loss(p, b):
+        def body(t, total):
+            x, y = (lax.dynamic_slice_in_dim(b[name], 2 * t, 2, axis=1) for name in ("x", "y"))
+            return total + cross_entropy(x @ p["head"]["w"], y)
+
+        return lax.fori_loop(0, T // 2, body, 0.0)
+
+    batch = {"x": zeros(B, T, D), "y": zeros(B, T, dtype="int32")}
+    step = lambda s, b: jax.tree.map(lambda p, g: p - g, s, VALUE_AND_GRAD[gradient](lambda p: loss(p, b))(s)[1])
+    graph = check(graph_of(lambda s, b: (step(s, b), 0.0), params, batch))
+    assert kinds(graph) == {"head": "dense"}
+
+
+def test_a_state_that_comes_back_by_another_carry_is_recurrent():
+    """What the weight makes is handed on for one turn before it reads it."""
+    params = {"wh": zeros(D, D), "out": zeros(D, C)}
+
+    def loss(p, batch):
+        def cell(state, x):
+            near, far = state
+            return (jnp.tanh(x + far @ p["wh"]), near), None
+
+        (near, _), _ = lax.scan(cell, (jnp.zeros((B, D)),) * 2, batch["x"].swapaxes(0, 1))
+        return cross_entropy(near @ p["out"], batch["y"])
+
+    step = lambda s, b: (jax.tree.map(lambda p, g: p - g, s, jax.grad(loss)(s, b)), 0.0)
+    graph = check(graph_of(step, params, {"x": zeros(B, T, D), "y": zeros(B, dtype="int32")}))
+    assert kinds(graph) == {"wh": "recurrent", "out": "dense"}
+
+
 def test_per_example_gradients():
     def step(s, batch):
         grads = jax.vmap(jax.grad(lambda p, x, y: cross_entropy(mlp(p, x), y)), (None, 0, 0))(
