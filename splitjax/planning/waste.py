@@ -42,6 +42,7 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
     extra: dict[str, int] = {}  # layer -> flops beyond its even share
     idle: dict[str, int] = {}  # axis -> the same, of the layers that it does not share
     whole: dict[str, int] = {}  # the same, of layers whose examples are on every device of some batch axis
+    partial: dict[str, int] = {}  # of these, those of products that see no dim of all examples
     batch_axes, wanted = draft.layout.batch_axes, draft.request.rules.batch_axes(mesh)
     for flow in predicted.flows:
         shared = split_axes(graph, flow, mesh, batch_axes)
@@ -55,18 +56,23 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
             idle[axis] = idle.get(axis, 0) + beyond
             if axis in wanted:
                 whole[layer] = whole.get(layer, 0) + beyond
+                if not any(graph.is_example(dim) for dim in (*flow.use.data_dims, *flow.use.out_dims)):
+                    partial[layer] = partial.get(layer, 0) + beyond
     axes = [axis for axis in mesh.names if axis in idle]
     over = " and ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     message = (
         f"each device computes {compute.over_ideal:.2f} times its even share of the products: the devices along {over}"
         f" repeat each other's work in {_largest(extra)}"
     )
-    return PlanWarning("compute", round(compute.over_ideal, 4), message, _remedy(draft, axes, extra, whole))
+    return PlanWarning("compute", round(compute.over_ideal, 4), message, _remedy(draft, axes, extra, whole, partial))
 
 
-def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dict[str, int]) -> str:
+def _remedy(
+    draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dict[str, int], partial: dict[str, int]
+) -> str:
     """Says what would share most of the repeated products: of parameters that a size kept from their rules, that size;
-    where the examples are not split, a batch that divides; else rules or a mesh that fit the step."""
+    where the examples are not split, a batch that is not cut, or that divides; else rules or a mesh that fit the
+    step."""
     layout, mesh = draft.layout, draft.shape
     layers = {path: layer.name for layer in layout.layers for path in layer.params}
     unfit = {path: why for path, why in layout.unfit.items() if layers.get(path) in extra}
@@ -76,7 +82,10 @@ def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dic
         is_padded = draft.request.uneven == "pad"
         other = f"; {NOT_PADDED}" if is_padded else f", or store them padded: {PAD}"
         return f"change the sizes that do not divide ({why}){other}"
-    if whole:
+    if whole and 2 * sum(partial.values()) > sum(whole.values()):
+        if draft.graph.cuts:
+            return _uncut(draft)
+    elif whole:
         return (
             "let the number of examples in a batch, or in a microbatch, divide by"
             f" {axes_text(mesh, draft.request.rules.batch_axes(mesh))}"
@@ -86,6 +95,24 @@ def _remedy(draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dic
         f"take a rule set that splits these layers, or their examples, over {names}, or give the devices of {names} to"
         " an axis that does"
     )
+
+
+def _uncut(draft: Draft) -> str:
+    """Says how devices could share the examples of a batch that the step cuts into parts."""
+    cuts, mesh = draft.graph.cuts, draft.shape
+    cut = next((each for each in cuts if each.looped), cuts[0])
+    at = f" ({cut.source})" if cut.source else ""
+    if cut.part == 1:
+        return f"the step reads single examples{at}: take their gradients by jax.vmap, which devices share"
+    what = f"the step reads {cut.part} of {cut.whole} examples at a time{at}: "
+    if cut.whole % cut.part:
+        return what + "let these layers read the whole batch, and cut what they make"
+    axes, number = draft.request.rules.batch_axes(mesh), cut.whole // cut.part
+    size = "" if cut.part % mesh.size(axes) == 0 else f", with parts that divide by {axes_text(mesh, axes)}"
+    reshape = f"reshape the batch to [{number}, {cut.part}] and scan over it{size}"
+    if cut.looped or draft.graph.num_boundaries > 1:
+        return f"{what}{reshape}, or take the gradient of the whole batch with microbatches={number}"
+    return f"{what}let these layers read the whole batch, and cut what they make, or {reshape}"
 
 
 def _unfit(draft: Draft) -> PlanWarning | None:

@@ -27,6 +27,7 @@ from splitjax.trace.activations.reductions import Reduction
 from splitjax.trace.activations.saved import Saved
 from splitjax.trace.activations.statistics import Statistic
 from splitjax.trace.activations.streams import Stream
+from splitjax.trace.cuts import BatchCut
 from splitjax.trace.dealt import DealtWeight
 from splitjax.trace.stepping import TurnedBatch
 from splitjax.trace.suspect_dims import Dim, Suspect
@@ -292,7 +293,7 @@ class Graph:
     - `picks`: where rows of activations are picked from all examples, or put among them, in program order.
     - `tables`: parameters that rows are looked up in.
     - `scanned`: what loops around the gradient read turn by turn and holds examples. `turned`: where the batch is cut
-      into such turns.
+      into such turns. `cuts`: where a part of its examples is taken, in program order.
     - `foreign`: kernels, callbacks and `shard_map`s of the user's own, in program order.
     - `dealt`: fused weights whose columns are dealt out to devices, in program order.
     - `inside_heads`: local labels of the atoms that lie inside of a head of an attention.
@@ -328,6 +329,7 @@ class Graph:
     tables: tuple[LookupTable, ...] = ()
     scanned: tuple[ScannedBatch, ...] = ()
     turned: tuple[TurnedBatch, ...] = ()
+    cuts: tuple[BatchCut, ...] = ()
     foreign: tuple[ForeignCall, ...] = ()
     dealt: tuple[DealtWeight, ...] = ()
     inside_heads: frozenset[int] = frozenset()

@@ -25,6 +25,7 @@ from splitjax.trace.activations.statistics import find_statistics
 from splitjax.trace.activations.streams import find_streams
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.collecting import uncollected
+from splitjax.trace.cuts import find_cuts
 from splitjax.trace.dealt import find_dealt
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, batch_values, example_labels, is_floating
@@ -156,6 +157,7 @@ def _assemble(
         saved=tuple(find_saved(flat, classes, example_atoms, used_at, learned)),
         scanned=tuple(_scanned(flat, classes, stepping, feeds)),
         turned=tuple(find_turned(flat, classes, stepping, feeds, example_atoms, batch_at)),
+        cuts=tuple(find_cuts(flat, classes, feeds, example_atoms)),
     )
 
 

@@ -113,3 +113,77 @@ def test_products_in_a_loop_count_as_often_as_they_run():
     product = 2 * (16 // 2) * 8 * 8
     # forward and for the weight; of the stack for the input, too
     assert compute.compiled == compute.predicted.flops == product * (2 + 5 * 3)
+
+
+VECTORS = shapes(x=(32, 8), y=(32, 6))
+
+
+def square(params, part):
+    return jnp.mean((jnp.tanh(part["x"] @ params["up"]) @ params["down"] - part["y"]) ** 2)
+
+
+def descended(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 0.0
+
+
+def turn_by_turn(size, value_and_grad=splitjax.value_and_grad):
+    def step(params, batch):
+        def body(turn, total):
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn * size, size), batch)
+            return jax.tree.map(jnp.add, total, value_and_grad(square)(params, part)[1])
+
+        return descended(params, jax.lax.fori_loop(0, 32 // size, body, jax.tree.map(jnp.zeros_like, params)))
+
+    return step
+
+
+def one_after_the_other(params, batch):
+    parts = [jax.tree.map(lambda x, start=start: x[start : start + 8], batch) for start in range(0, 32, 8)]
+    grads = [splitjax.grad(square)(params, part) for part in parts]
+    return descended(params, jax.tree.map(lambda *each: sum(each), *grads))
+
+
+def clipped_one_by_one(params, batch):
+    clipped = lambda total, example: (total, jax.tree.map(jnp.tanh, splitjax.grad(square)(params, example)))
+    return descended(params, jax.tree.map(lambda g: g.mean(0), jax.lax.scan(clipped, 0.0, batch)[1]))
+
+
+def but_the_last(params, batch):
+    return descended(params, splitjax.grad(square)(params, jax.tree.map(lambda x: x[:-1], batch)))
+
+
+def in_halves(params, batch):
+    def contrast(params):
+        one, two = (jnp.tanh(half @ params["up"]) @ params["down"] for half in jnp.split(batch["x"], 2))
+        return jnp.mean(one * two)
+
+    return descended(params, splitjax.grad(contrast)(params))
+
+
+def reshaped(params, batch):
+    parts = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
+    body = lambda total, part: (jax.tree.map(jnp.add, total, splitjax.grad(square)(params, part)), None)
+    return descended(params, jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)[0])
+
+
+@pytest.mark.parametrize(
+    "step, remedies",
+    [
+        (turn_by_turn(8), ("8 of 32 examples at a time", "reshape the batch to [4, 8] and", "microbatches=4")),
+        (turn_by_turn(8, jax.value_and_grad), ("test_waste.py:", "reshape the batch to [4, 8]", "microbatches=4")),
+        (turn_by_turn(4), ("reshape the batch to [8, 4]", "with parts that divide by data=8")),
+        (turn_by_turn(1), ("single examples", "jax.vmap")),
+        (one_after_the_other, ("8 of 32 examples at a time", "reshape the batch to [4, 8] and", "microbatches=4")),
+        (clipped_one_by_one, ("single examples", "jax.vmap")),
+        (but_the_last, ("31 of 32", "let these layers read the whole batch")),
+        (in_halves, ("16 of 32", "let these layers read the whole batch", "reshape the batch to [2, 16]")),
+        (reshaped, ("let the number of examples in a batch, or in a microbatch, divide by data=8",)),
+    ],
+)
+def test_a_part_of_the_batch_that_every_device_computes_has_a_remedy(step, remedies):
+    plan = splitjax.parallelize(step, mesh={"data": 8}, rules="data_parallel").plan(
+        shapes(up=(8, 64), down=(64, 6)), VECTORS
+    )
+    (warning,) = plan.warnings
+    assert all(remedy in warning.remedy for remedy in remedies), warning.remedy
+    assert {layer.kind for layer in plan.layers} == {"dense"}
