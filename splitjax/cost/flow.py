@@ -61,8 +61,8 @@ class WeightFlow:
     - `at_hand`: whether it reads a batch, no use's output, and that batch lies where it is wanted
       (`planning.sites.constraints.place_batches`).
     - `sorting`: what sorts the rows that it reads by expert, or puts back those that it makes.
-    - `shared`: the heads of an attention that its whole output holds, where devices share them; None where none do, and
-      where no gradient boundary holds it: XLA decides there what each device computes.
+    - `sharable`: the heads of an attention that its whole output holds, which devices share if a gradient boundary
+      holds it; None where there are none.
     - `joins`: the positions of the uses whose columns are parts of a joined dim that it reads.
     - `brings`: what its columns meet that a replicated layer made, whose examples lie as such layers have them, with
       the bytes of a worker's share; None for nothing. Ask `brought`, which knows whether the columns are left where
@@ -91,7 +91,7 @@ class WeightFlow:
     columns_inside: bool = False
     recurs: bool = False
     reduced: tuple[Reduced, ...] = ()
-    shared: SharedHeads | None = None
+    sharable: SharedHeads | None = None
     travels: bool = False
     sorting: tuple[Sorting, ...] = ()
     joins: tuple[int, ...] = ()
@@ -105,11 +105,17 @@ class WeightFlow:
         return (*self.contracted, *self.free, *self.stacked)
 
     @property
+    def shared(self) -> SharedHeads | None:
+        """Returns the heads that devices share; None where no gradient boundary holds this use: XLA decides there what
+        each device computes."""
+        return self.sharable if self.use.in_boundary else None
+
+    @property
     def by_layout(self) -> Hashable:
         """What a layout decides about it: two flows of one use that have it equal are equal."""
         split = self.contracted, self.free, self.stacked
         meets = self.meets_examples, self.brings, self.joined
-        return split, self.same_input, self.at_hand, self.shared, self.sorting, meets
+        return split, self.same_input, self.at_hand, self.sharable, self.sorting, meets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +248,7 @@ def flow_of(
         columns_inside=links.columns_inside,
         recurs=links.recurs,
         reduced=tuple(_sent_by_reductions(links, num_shares, mesh.size(free), joined)) if free else (),
-        shared=_shared(links.heads, split_at, setting) if links.heads and use.in_boundary and not own else None,
+        sharable=_sharable(links.heads, split_at, setting) if links.heads and not own else None,
         joins=links.joins,
         meets_examples=meets_examples,
         brings=_brought(links.met, own, split_at, num_workers)
@@ -277,7 +283,7 @@ def _sortings(links: UseLinks, own: Axes, planned: Mapping[str, LeafPlan], setti
             yield Sorting(pick, axes, whole, num_rows=math.prod(pick.rows) * pick.trips)
 
 
-def _shared(heads: HeadReaders, split_at: Callable[[int], Split], setting: Setting) -> SharedHeads | None:
+def _sharable(heads: HeadReaders, split_at: Callable[[int], Split], setting: Setting) -> SharedHeads | None:
     """Returns how devices share heads of a whole weight; None where the weights whose heads read them are whole too, or
     where devices do not divide evenly among the heads."""
     mesh = setting.mesh

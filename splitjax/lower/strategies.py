@@ -15,7 +15,7 @@ from typing import Any
 from splitjax import _compat
 from splitjax.cost.flow import used_axes
 from splitjax.cost.use_links import reads_ids
-from splitjax.errors import BatchError, PlanError, Refusal
+from splitjax.errors import BatchError, PlanError, Refusal, SplitjaxError
 from splitjax.lower.microbatch.looped import Looped, looped
 from splitjax.lower.microbatch.microbatched import Microbatched, microbatched
 from splitjax.lower.partial.truncated import OrdinaryBoundary, PartialWays, partial_ways
@@ -141,10 +141,19 @@ def _way(step: DecidedStep, eqn: Any, site: Site, pulled: frozenset[str]) -> Bou
     once = microbatched(step, eqn, site, 1, workers)
     if isinstance(once, Refusal):  # its loss is no sum over examples, say: XLA sums in every iteration of other loops
         alone = looped(step, eqn, site, workers, recurrent)
-        return alone or Whole(f"gradients of its recurrence are exchanged at every turn: {once.message}")
+        return alone or Whole(f"gradients of its recurrence are exchanged at every turn: {_refused(once)}")
     if isinstance(once, Microbatched):
         return dataclasses.replace(once, why=why or "gradients of its recurrence are exchanged once, behind it")
     return once
+
+
+def _refused(refusal: Refusal) -> str:
+    """Returns the message of a boundary that was refused as one microbatch, with what to do about it where the user's
+    code is why."""
+    if refusal.cause is None or isinstance(refusal.cause, SplitjaxError):
+        return refusal.message
+    remedy = 'write sizes from the batch\'s shape, such as batch["x"].shape[0], instead of a number'
+    return f"{refusal.message.rstrip('.')}; {remedy}"
 
 
 def _without_turns(plan: Plan, refusal: Refusal) -> Refusal:

@@ -15,6 +15,7 @@ from splitjax.cost.transforms import derive_transforms
 from splitjax.errors import UnknownPrimitiveError
 from splitjax.plan import Constraint
 from splitjax.planning.draft import Draft
+from splitjax.planning.jax_gradients import recurrence_notes
 from splitjax.planning.kernel_lines import kernel_line
 from splitjax.planning.sites.callbacks import gather_callbacks
 from splitjax.planning.sites.constraints import derive_constraints
@@ -116,7 +117,8 @@ def constrain(draft: Draft) -> Draft:
         ),
     )
     said = (*remedies.notes, *called, *manual_notes(graph, sharded), *kernel_notes(graph, kernels, sharded))
-    said = (*said, *deal_notes(graph, layout.leaves, mesh), *shared_notes(chain, mesh))
+    said = (*said, *deal_notes(graph, layout.leaves, mesh), *shared_notes(graph, chain, mesh))
+    said = (*said, *recurrence_notes(graph, mesh, layout.batch_axes))
     said = (*said, *expert_notes(graph, chain, layout.leaves, mesh, layout.batch_axes))
     divided = {product.site for product in products}
     said = (*said, *ragged_notes(graph, layout.leaves, mesh, layout.batch_axes, divided))

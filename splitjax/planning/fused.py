@@ -11,11 +11,12 @@ separate weights. Otherwise it stays as it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from splitjax.cost.flow import used_axes
 from splitjax.plan import LeafPlan, Spec, spec_entry
 from splitjax.planning.draft import Draft
+from splitjax.planning.jax_gradients import BY_SPLITJAX, taken_by_jax
 from splitjax.primitives.walk import equation_at
 from splitjax.rules.match import first_match, param_kinds
 from splitjax.step.dealing import Parts, find_parts
@@ -28,39 +29,58 @@ _COLUMNS = "out"
 
 def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, ...]]:
     """Returns the products of a draft's step whose fused weights are to be dealt out, in program order, and notes for
-    the plan on those that cannot be."""
+    the plan on those that cannot be, as their parts do not divide, or JAX takes their gradient."""
     counts = _counts(draft)
     if not counts:
         return (), ()
     notes: list[str] = []
     found: dict[tuple[int, ...], FusedProduct] = {}
-    rounds: list[list[tuple[Use, int]]] = []
     specs = {leaf.path: _computed(draft, leaf) for leaf in draft.layout.leaves if leaf.path in counts}
+    uses = [use for use in draft.graph.uses if use.param in counts and use.editable]
+    uses = [use for use in uses if use.data is not None and not use.backward]
     # A backward pass that plain `jax.grad` has traced would read other shares than such a forward pass leaves.
     is_traced = any(use.backward for use in draft.graph.uses)
-    for use in draft.graph.uses:
-        is_forward = use.data is not None and not use.backward and (use.in_boundary or not is_traced)
-        if use.param in counts and use.editable and is_forward:
-            for number, dim in enumerate(_columns(draft, use, specs[use.param])):
-                rounds += [[]] if number == len(rounds) else []
-                rounds[number].append((use, dim))
+    for use, dim, parts in _in_parts(draft, [use for use in uses if use.in_boundary or not is_traced], counts, specs):
+        num = counts[use.param]
+        if use.site in found:
+            continue
+        if parts.fit(num):
+            found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, parts.stored, num)
+        elif max(parts.sizes) > 1:
+            heads = sorted({count for count in parts.heads if count is not None and count % num})
+            what = f" of {' and '.join(map(str, heads))} heads" if heads else ""
+            notes.append(
+                f"{use.param}: the weights{what} that it holds side by side ({', '.join(map(str, parts.sizes))}) do"
+                f" not divide by {num} devices, which exchange activations; separate weights would not ask for it"
+                + _remedy(draft, parts, num)
+            )
+    by_jax = taken_by_jax(draft.graph)
+    left = [use for use in uses if use.param in by_jax and not use.in_boundary]
+    for use, _, parts in _in_parts(draft, left, counts, specs):
+        if parts.fit(counts[use.param]):
+            notes.append(
+                f"{use.param}: holds {len(parts.sizes)} weights side by side ({', '.join(map(str, parts.sizes))}), and"
+                f" {counts[use.param]} devices exchange activations where what it makes is cut apart; {BY_SPLITJAX},"
+                " which deals its columns out before they are used"
+            )
+    return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+
+
+def _in_parts(
+    draft: Draft, uses: Sequence[Use], counts: Mapping[str, int], specs: Mapping[str, Spec]
+) -> Iterator[tuple[Use, int, Parts]]:
+    """Yields those of `uses` whose result is cut into parts along a dim of the weight, with the dim and the parts.
+    `counts`, `specs`: by parameter, the number of devices that share its columns, and how it is split for that."""
+    rounds: list[list[tuple[Use, int]]] = []
+    for use in uses:
+        for number, dim in enumerate(_columns(draft, use, specs[use.param])):
+            rounds += [[]] if number == len(rounds) else []
+            rounds[number].append((use, dim))
     for candidates in rounds:  # of several columns dims of a product, one at a time
         asked = [(use.site, use.weight, dim, counts[use.param]) for use, dim in candidates]
         for (use, dim), parts in zip(candidates, find_parts(draft.traced.jaxpr, asked), strict=True):
-            num = counts[use.param]
-            if parts is None or use.site in found:
-                continue
-            if parts.fit(num):
-                found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, parts.stored, num)
-            elif max(parts.sizes) > 1:
-                heads = sorted({count for count in parts.heads if count is not None and count % num})
-                what = f" of {' and '.join(map(str, heads))} heads" if heads else ""
-                notes.append(
-                    f"{use.param}: the weights{what} that it holds side by side ({', '.join(map(str, parts.sizes))}) do"
-                    f" not divide by {num} devices, which exchange activations; separate weights would not ask for it"
-                    + _remedy(draft, parts, num)
-                )
-    return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+            if parts is not None:
+                yield use, dim, parts
 
 
 def _remedy(draft: Draft, parts: Parts, num: int) -> str:

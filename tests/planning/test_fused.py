@@ -3,6 +3,8 @@ ones, but for their own columns, which are dealt out as planned. Heads are never
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,3 +325,19 @@ def test_a_fused_weight_whose_gradient_is_stopped_is_dealt_out_too():
         state = step.place(problem.state, example=(problem.batches[0],))
         got, want = step(state, problem.batches[0]), jax.jit(problem.step)(problem.state, problem.batches[0])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8), got[1], want[1])
+
+
+def test_a_fused_weight_whose_gradient_jax_takes_is_noted_with_the_remedy():
+    def train(params, batch, value_and_grad=jax.value_and_grad):
+        value, grads = value_and_grad(lambda p: loss(p, batch, "split"))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    plan = lambda step: splitjax.parallelize(step, mesh=TWO, rules="megatron").plan(parameters("split"), examples())
+    noted = [note for note in plan(train).notes if "side by side" in note]
+    assert [note.split(",")[0] for note in noted] == [
+        "qkv: holds 3 weights side by side (16",
+        "mlp: holds 2 weights side by side (32",
+    ]
+    assert all("take the gradient by splitjax.value_and_grad, which deals" in note for note in noted)
+    remedied = plan(functools.partial(train, value_and_grad=splitjax.value_and_grad))
+    assert not any("take the gradient" in note for note in remedied.notes)

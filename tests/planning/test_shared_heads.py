@@ -136,3 +136,13 @@ def test_an_evaluation_sends_nothing_for_shared_heads():
         plans = [parallel.plan(params, batch), evaluate.plan(params, batch)]
     sent = [[one for one in plan.collectives if one.purpose.kind in OF_HEADS] for plan in plans]
     assert sent[0] and not sent[1]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_heads_that_jax_differentiates_are_noted_with_the_remedy(scan):
+    (params, ours, plain), batch = decoder(2, scan=scan), examples()
+    planned = lambda step: splitjax.parallelize(step, mesh=TWO, rules="megatron").plan(params, batch)
+    found = [note for note in planned(plain).notes if "take the gradient by splitjax.value_and_grad" in note]
+    names = ["layers/k", "layers/v"] if scan else [f"layers/{n}/{name}" for n in range(2) for name in "kv"]
+    assert [note.split(":")[0] for note in found] == names and "2 heads are read by the 4 devices" in found[0]
+    assert not any("take the gradient" in note for note in planned(ours).notes)

@@ -103,3 +103,22 @@ def test_gates_in_one_weight_are_dealt_out_once_before_the_loop(rules, mesh):
     assert report.missing == ()
     dealt = [one for one in report.collectives if one.compiled.op == "collective_permute"]
     assert dealt and {one.compiled.trips for one in dealt} == {1}
+
+
+def test_sums_in_every_iteration_are_noted_with_what_makes_them_one():
+    params, batch = setup(simple)
+    planned = lambda step, mesh=WORKERS: splitjax.parallelize(step, mesh=mesh, rules="data_parallel").plan(
+        params, batch
+    )
+    (note,) = planned(stepping(simple, jax.value_and_grad)).notes
+    assert note.startswith(
+        "wh: gradients of its recurrence (wx, wh, b) are summed over data=4 in each of 5 iterations;"
+    )
+    assert "take the gradient by splitjax.value_and_grad" in note
+    assert planned(stepping(simple, splitjax.value_and_grad)).notes == ()
+    assert planned(stepping(simple, jax.value_and_grad), {"data": 1}).notes == ()  # one device sums nothing
+    (boundary,) = planned(stepping(simple, splitjax.value_and_grad, EXAMPLES)).boundaries
+    assert "cannot be traced with 4 examples" in boundary.why
+    assert boundary.why.endswith(
+        '; write sizes from the batch\'s shape, such as batch["x"].shape[0], instead of a number'
+    )

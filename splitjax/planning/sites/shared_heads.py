@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitjax.cost.flow import WeightFlow
+from splitjax.cost.heads import SharedHeads
 from splitjax.mesh import MeshShape
 from splitjax.plan import Constraint
+from splitjax.planning.jax_gradients import BY_SPLITJAX, taken_by_jax
 from splitjax.planning.sites.constraints import FREE, example_spec
 from splitjax.trace.graph import Graph
 
@@ -36,13 +38,15 @@ def _pin(graph: Graph, flow: WeightFlow, batch_axes: tuple[str, ...]) -> Constra
     return Constraint(use.site, -1, whole, use.layer, f"heads that devices along {shared.axis} share: all of them")
 
 
-def shared_notes(chain: Sequence[WeightFlow], mesh: MeshShape) -> tuple[str, ...]:
-    """Returns a sentence for the plan on each weight whose heads devices share. `chain`: the flows of the step. `mesh`:
-    the shape of the mesh."""
-    notes = []
+def shared_notes(graph: Graph, chain: Sequence[WeightFlow], mesh: MeshShape) -> tuple[str, ...]:
+    """Returns a sentence for the plan on each weight of `graph` whose heads devices share, or would if JAX's own
+    transformations did not take its gradient. `chain`: the flows of the step. `mesh`: the shape of the mesh."""
+    notes, by_jax = [], taken_by_jax(graph)
     for flow in chain:
         shared = flow.shared
         if shared is None:
+            if flow.sharable is not None and flow.use.param in by_jax:
+                notes.append(_left_note(flow.use.param, flow.sharable, mesh))
             continue
         heads = f"{shared.num_heads} heads are" if shared.num_heads > 1 else "a single head is"
         gathered = f", and gathered from {shared.num_heads} groups" if shared.num_heads > 1 else ""
@@ -52,3 +56,13 @@ def shared_notes(chain: Sequence[WeightFlow], mesh: MeshShape) -> tuple[str, ...
             f" over the {shared.copies} devices that read it{gathered}"
         )
     return tuple(dict.fromkeys(notes))
+
+
+def _left_note(param: str, heads: SharedHeads, mesh: MeshShape) -> str:
+    """Says what becomes of `heads` that devices would share, with a gradient that JAX takes."""
+    number = f"{heads.num_heads} heads are" if heads.num_heads > 1 else "a single head is"
+    return (
+        f"{param}: {number} read by the {mesh.size(heads.axis)} devices along {heads.axis}, and XLA decides what each"
+        f" computes and sends for that; {BY_SPLITJAX}, which keeps them whole on every device and brings their"
+        " cotangents together in groups"
+    )
