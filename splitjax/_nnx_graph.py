@@ -132,22 +132,17 @@ def _said(graph: ObjectGraph, flat: Any) -> Iterator[tuple[int, int, str, Any, A
 def free_of_names(make: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `make`, which makes objects, and does so too where their annotations name no axes of the mesh: NNX splits
     a variable by its names as soon as it is made, and cannot then. They are annotations all the same, and logical axis
-    rules may tell later what they mean."""
+    rules may tell later what they mean. Where it fails without them, too, that is what is wrong with it."""
 
     def run(*args: Any) -> Any:
         try:
             return make(*args)
         except SplitjaxError:
             raise
-        except Exception:
-            try:
-                with nnx.use_eager_sharding(False):
-                    return make(*args)
-            except SplitjaxError:
-                raise
-            except Exception:  # it was not for the names: what is wrong is what came first
-                pass
-            raise
+        except Exception:  # perhaps for the names; where that is not why, it raises the same again
+            pass
+        with nnx.use_eager_sharding(False):
+            return make(*args)
 
     return run
 

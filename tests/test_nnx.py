@@ -681,3 +681,25 @@ def test_partial_backpropagation():
     assert_same(values(model, optimizer), before, 0)
     assert again.carried().num_steps == 1 and step.carried().num_steps == 2, "an advice is no step"
     assert len(advice.row("spatial").cuts) == 2 and "head" in str(advice) and advice.recommendation.option
+
+
+class Annotated(nnx.Module):
+    """A layer whose kernel says along which axis of the mesh it lies."""
+
+    def __init__(self, rngs, axis):
+        split = nnx.with_partitioning(nnx.initializers.lecun_normal(), (axis, None))
+        self.hidden = nnx.Linear(16, 32, kernel_init=split, rngs=rngs)
+
+    def __call__(self, x):
+        return self.hidden(x)
+
+
+@pytest.mark.parametrize("axis", ["model", "embed"])
+def test_a_mistake_in_what_makes_annotated_objects_is_what_is_raised(axis):
+    def failing():
+        make(model=functools.partial(Annotated, axis=axis))
+        raise KeyError("my own mistake")
+
+    with pytest.raises(KeyError, match="my own mistake") as caught:
+        splitjax.nnx.parallelize(train_step, mesh=MESH).init(failing, example=(flat_batch(),))
+    assert caught.value.__context__ is None

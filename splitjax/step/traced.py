@@ -333,28 +333,38 @@ def naming_axes(fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None, place:
     """Returns `fn`, run under the axes of `mesh` where it fails without: it may name them, as in
     `jax.lax.with_sharding_constraint(x, PartitionSpec("data"))`. None for no mesh.
 
-    What it returns raises what `fn` raises, and `TraceError` at `place` for an annotation that only Explicit axes take
-    and that names one of type Auto."""
+    Where `fn` fails under the mesh, too, it raises what it does there, or what it did before where only the mesh was
+    wrong; and `TraceError` at `place` for an annotation that only Explicit axes take and that names one of type Auto.
+    """
 
     def run(*args: Any) -> Any:
         try:
             return fn(*args)
         except SplitjaxError:
             raise
-        except Exception:
+        except Exception as error:
             if mesh is None or mesh.empty:
                 raise
-            try:
-                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                    return fn(*args)
-            except SplitjaxError:
+            failed = error
+        try:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return fn(*args)
+        except SplitjaxError:
+            raise
+        except Exception as error:
+            if (refused := names_auto(error, mesh, place)) is not None:
+                raise refused from error
+            if _is_of_mesh(failed) or not _is_of_mesh(error):
                 raise
-            except Exception as error:
-                if (refused := names_auto(error, mesh, place)) is not None:
-                    raise refused from error
-            raise  # it was not for want of a mesh: what is wrong is what JAX said first
+        raise failed
 
     return run
+
+
+def _is_of_mesh(error: Exception) -> bool:
+    """Returns whether an error speaks of a mesh, or of shardings on one."""
+    text = f"{type(error).__name__} {error}".lower()
+    return "mesh" in text or "sharding" in text
 
 
 def resized_trace(bound: Bound, retrace: Retrace, example_dims: Sequence[int]) -> Resized:
