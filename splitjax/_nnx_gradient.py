@@ -7,14 +7,17 @@ are results of the boundary: a parameter that merely passes through would look l
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 from flax import nnx
+from jax.tree_util import KeyPath
 
 from splitjax import _compat
+from splitjax._nnx_graph import attribute_text
 from splitjax.errors import GradientError
 from splitjax.lower import gradient
 from splitjax.step.positions import positional
@@ -114,6 +117,18 @@ def _wanted(argnums: Any) -> dict[int, Any]:
     return wanted
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an array stands in an object, as a key of a pytree that reads as the user's source has it: `.o.bias`."""
+
+    path: KeyPath
+
+    def __str__(self) -> str:
+        # A variable's value is an attribute of it, and its source name is the variable's.
+        parts = [getattr(key, "key", key) for key in self.path if not isinstance(key, jax.tree_util.GetAttrKey)]
+        return attribute_text(parts)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class _Part:
     """An object among the arguments of the pure function: the variables that are differentiated, and what it was."""
@@ -121,15 +136,18 @@ class _Part:
     def __init__(self, state: Any, number: int) -> None:
         self.state, self.number = state, number
 
-    def tree_flatten_with_keys(self) -> tuple[list, int]:
-        return [(jax.tree_util.DictKey("state"), self.state)], self.number
+    def tree_flatten_with_keys(self) -> tuple[list, Any]:
+        leaves, tree = jax.tree_util.tree_flatten_with_path(self.state)
+        return [(_Place(path), leaf) for path, leaf in leaves], (tree, self.number)
 
-    def tree_flatten(self) -> tuple[tuple, int]:
-        return (self.state,), self.number
+    def tree_flatten(self) -> tuple[list, Any]:
+        leaves, tree = jax.tree.flatten(self.state)
+        return leaves, (tree, self.number)
 
     @classmethod
-    def tree_unflatten(cls, number: int, children: Sequence[Any]) -> _Part:
-        return cls(children[0], number)
+    def tree_unflatten(cls, aux: Any, leaves: Sequence[Any]) -> _Part:
+        tree, number = aux
+        return cls(jax.tree.unflatten(tree, leaves), number)
 
 
 def _is_object(value: Any) -> bool:

@@ -56,6 +56,14 @@ class Arrays:
         """Makes the values of variables at `paths` of their `values`, as JAX asks of a pytree node."""
         return cls(paths, values)
 
+    def splitjax_source_names(self) -> list[str]:
+        """Returns the name of every array as the user's source has it, for `splitjax.step.arguments`."""
+        names: list[str] = []
+        for path, value in zip(self.paths, self.values, strict=True):
+            name = attribute_text(path.split("/")).removeprefix(".")
+            names += [name + jax.tree_util.keystr(within) for within, _ in jax.tree_util.tree_leaves_with_path(value)]
+        return names
+
 
 @dataclasses.dataclass(frozen=True)
 class ObjectGraph:
@@ -276,6 +284,11 @@ def text(path: Sequence[Any], names: Sequence[str]) -> str:
     """Returns a `path` within a tuple of objects as text, the first part by the object's name in `names`."""
     number: int = path[0]
     return "/".join(part for part in (names[number], *map(str, path[1:])) if part)
+
+
+def attribute_text(path: Sequence[Any]) -> str:
+    """Returns a `path` within an object as the user's source has it behind the object: `.layers[0].bias`."""
+    return "".join(f"[{part}]" if str(part).isdecimal() else f".{part}" for part in path)
 
 
 def static_changes(graph: ObjectGraph, after: Any, name: str) -> tuple[tuple[tuple, Any], ...]:

@@ -520,3 +520,13 @@ def test_static_arguments():
 class FrozenDict(dict):
     def __hash__(self):
         return hash(tuple(sorted(self.items())))
+
+
+def test_what_jax_says_of_traced_values_names_the_users_function_and_array():
+    def an_if(model, opt_state, batch):
+        return train_step(model, opt_state, batch) if model.layers[0].bias[0] > 0 else 0.0
+
+    with pytest.raises(Exception, match="traced array") as caught:
+        splitjax.equinox.parallelize(an_if, mesh=MESH).plan(*make_mlp(), jax.tree.map(np.float32, flat_batch()))
+    text = str(caught.value)
+    assert f"an_if at {__file__}" in text and "of the argument model.layers[0].bias." in text, text

@@ -703,3 +703,43 @@ def test_a_mistake_in_what_makes_annotated_objects_is_what_is_raised(axis):
     with pytest.raises(KeyError, match="my own mistake") as caught:
         splitjax.nnx.parallelize(train_step, mesh=MESH).init(failing, example=(flat_batch(),))
     assert caught.value.__context__ is None
+
+
+def an_if_in_the_step(model, optimizer, batch):
+    return loss_fn(model, batch) if model.layers[1].bias[0] > 0 else 0.0
+
+
+def an_if_on_the_optimizer(model, optimizer, batch):
+    return loss_fn(model, batch) if optimizer.step[...] > 0 else 0.0
+
+
+def an_if_in_the_loss(model, optimizer, batch):
+    def loss_of(mine):
+        return loss_fn(mine, batch) if mine.layers[1].bias[0] > 0 else 0.0
+
+    return splitjax.nnx.value_and_grad(loss_of)(model)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "named", "argument"),
+    [
+        (an_if_in_the_step, "an_if_in_the_step", "model.layers[1].bias"),
+        (an_if_on_the_optimizer, "an_if_on_the_optimizer", "optimizer.step"),
+        (an_if_in_the_loss, "loss_of", "mine.layers[1].bias"),
+    ],
+)
+def test_what_jax_says_of_traced_values_names_the_users_function_and_variable(fn, named, argument):
+    with pytest.raises(Exception, match="traced array") as caught:
+        splitjax.nnx.parallelize(fn, mesh=MESH).plan(*make(), flat_batch())
+    text = str(caught.value)
+    assert f"tracing the function {named} at {__file__}" in text and f"of the argument {argument}." in text, text
+
+
+def test_what_jax_says_of_traced_values_names_the_function_that_makes_objects():
+    def an_if_in_init(key):
+        return make() if jax.random.normal(key) > 0 else make(1)
+
+    with pytest.raises(Exception, match="traced array") as caught:
+        splitjax.nnx.parallelize(train_step, mesh=MESH).init(an_if_in_init, jax.random.key(0), example=(flat_batch(),))
+    text = str(caught.value)
+    assert f"an_if_in_init at {__file__}" in text and "of the argument key." in text, text

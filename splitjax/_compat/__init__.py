@@ -54,6 +54,7 @@ from splitjax._compat.jaxprs import open_jaxpr as open_jaxpr
 from splitjax._compat.jaxprs import prune_jaxpr as prune_jaxpr
 from splitjax._compat.jaxprs import trace as trace
 from splitjax._compat.jaxprs import variable_of as variable_of
+from splitjax._compat.jaxprs import with_argument_names as with_argument_names
 from splitjax._compat.meshes import CONCRETE_ARRAY as CONCRETE_ARRAY
 from splitjax._compat.meshes import as_weakly_typed as as_weakly_typed
 from splitjax._compat.meshes import axes_of_size_one_are_no_types as axes_of_size_one_are_no_types

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import core as public_core
+from jax._src import api_util
 
 # Offered to the rest of splitjax under these names; imported as they are, so that their types are known to its users.
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -94,6 +95,14 @@ def function_file(jaxpr: Any) -> str:
     """Returns the file of the function that was traced to `jaxpr`, as its debug information has it; empty for none."""
     _, _, place = open_jaxpr(jaxpr)[0].debug_info.func_src_info.partition(" at ")
     return place.rpartition(":")[0]
+
+
+def with_argument_names(fun: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Lets JAX call the arrays that `fun` is called with, in order, by these `names` where it says what cannot be
+    traced. Returns `fun`."""
+    debug = api_util.debug_info("jit", fun, (), {})._replace(arg_names=tuple(names))
+    api_util.save_wrapped_fun_debug_info(fun, debug)
+    return fun
 
 
 def trace(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:

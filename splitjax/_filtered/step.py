@@ -35,7 +35,7 @@ from splitjax.roles import Role, read_roles
 from splitjax.step.consumed import CallLog
 from splitjax.step.methods import Methods
 from splitjax.step.padding.stored import with_padding
-from splitjax.step.positions import ArgumentRoles, keyword_only, positional, with_states
+from splitjax.step.positions import ArgumentRoles, in_place_of, keyword_only, positional, traced_as, with_states
 from splitjax.step.traced import naming_axes
 from splitjax.step.words import step_words
 
@@ -206,7 +206,7 @@ class FilteredStep(AskedStep[P, R]):
             made.append(self._made(self._making(make_fn)(*args), example))
             return made[-1][0].made_leaves
 
-        shapes = jax.eval_shape(describe, *make_args)
+        shapes = jax.eval_shape(traced_as(make_fn, describe), *make_args)
         call, single = made[-1]
         states = call.rebuild([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in shapes])
         return self._pack(self._arguments(states, example)), single
@@ -257,7 +257,7 @@ class FilteredStep(AskedStep[P, R]):
         step = self._steps.get(key)
         if step is None:
             fn, numbers = make()
-            fn.__name__ = fn.__qualname__ = self._name
+            in_place_of(self._fn, fn).__name__ = fn.__qualname__ = self._name
             if self._parent is None:
                 step = parallelize_arrays(fn, **self._shared.keywords, **numbers)
             elif not self._parent._used:

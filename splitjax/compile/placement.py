@@ -20,7 +20,7 @@ from splitjax.errors import StateError
 from splitjax.mesh import with_devices
 from splitjax.planning.sites.layout import named_sharding
 from splitjax.step.padding.stored import stored_array, with_padding
-from splitjax.step.positions import with_states
+from splitjax.step.positions import traced_as, with_states
 from splitjax.step.processes import on_mesh
 from splitjax.step.traced import naming_axes
 
@@ -163,7 +163,8 @@ def _described(
     with it."""
     recipe = programs.recipe
     numbers = recipe.options.state_argnums
-    abstract = jax.eval_shape(naming_axes(init_fn, programs.nameable, f"{recipe.name}.init"), *init_args)
+    named = naming_axes(init_fn, programs.nameable, f"{recipe.name}.init")
+    abstract = jax.eval_shape(traced_as(init_fn, named), *init_args)
     single = len(numbers) == 1
     if not single and (not isinstance(abstract, (tuple, list)) or len(abstract) != len(numbers)):
         raise StateError(

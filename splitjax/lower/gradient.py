@@ -218,7 +218,7 @@ def _trace_forward(
     # The operands at their places among the arguments, and nothing at the others: JAX names them as the user does.
     by_position = dict(zip(leaves.dynamic, operands, strict=True))
     args, kwargs = jax.tree.unflatten(leaves.tree, [by_position.get(i) for i in range(len(leaves.values))])
-    closed, _ = _compat.trace(traced_as(forward, call.fun, None), *args, **kwargs)
+    closed, _ = _compat.trace(traced_as(call.fun, forward), *args, **kwargs)
     tree, flat = seen[-1]
     return closed, tree, flat
 

@@ -144,6 +144,20 @@ def leaf_path(options: ArgumentRoles, number: int, path: KeyPath) -> str:
     return f"{name}/{inner}" if inner else name
 
 
+def source_names(options: ArgumentRoles, bound: Bound) -> list[str]:
+    """Returns the name of every array among the arguments of the call `bound` as the user's source has it, in order:
+    `state['params']['kernel']`. An argument that a frontend made of the user's says these itself. `options`: names and
+    roles of the arguments."""
+    names: list[str] = []
+    for number, arg in enumerate(bound.args):
+        if hasattr(arg, "splitjax_source_names"):
+            names += arg.splitjax_source_names()
+        elif number not in options.static_argnums:
+            name = options.names[number] if number < len(options.names) else f"arg{number}"
+            names += [name + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(arg)]
+    return names
+
+
 def argument_names(bound: Bound, num_before: int = 0) -> dict[str, str]:
     """Maps JAX's name of every array among a call's arguments, as compiled programs have it
     (`args[0]['params']['kernel']`), to its path.

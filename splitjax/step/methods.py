@@ -86,6 +86,6 @@ def _weak_method(bound: Any) -> Callable[..., Any]:
         return method(*args, **kwargs)
 
     functools.update_wrapper(call, bound)
-    del call.__dict__["__wrapped__"]  # the method, and with it the object
+    call.__dict__["__wrapped__"] = bound.__func__  # not the method, and with it the object
     call.__dict__["__signature__"] = inspect.signature(bound)
     return call

@@ -182,11 +182,9 @@ def step_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def traced_as(call: Callable[..., Any], fn: Callable[..., Any], names: Sequence[str] | None) -> Callable[..., Any]:
+def in_place_of(fn: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """Gives the function `call`, which calls the user's `fn`, the place of that in the source, so that JAX names it
-    where it says what cannot be traced. Returns `call`.
-
-    `names`: of the arguments of `call`, by position; None where they are those of `fn`."""
+    where it says what cannot be traced. Returns `call`."""
     inner: Any = fn
     while True:
         if isinstance(inner, functools.partial):
@@ -199,15 +197,17 @@ def traced_as(call: Callable[..., Any], fn: Callable[..., Any], names: Sequence[
         inner = type(inner).__call__  # an object
     if hasattr(inner, "__code__"):
         call.__dict__["__wrapped__"] = inner
-    if names is not None:
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        call.__dict__["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        return call
+    return call
+
+
+def traced_as(fn: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the function `call`, which takes the arguments of the user's `fn` and calls it, also their names. Returns
+    `call`."""
     try:
         call.__dict__["__signature__"] = inspect.signature(fn)
     except (TypeError, ValueError):  # JAX then names arguments by their positions
         pass
-    return call
+    return in_place_of(fn, call)
 
 
 def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:

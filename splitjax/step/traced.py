@@ -30,11 +30,11 @@ from splitjax.step.annotations import (
     typed_leaf,
     untyped,
 )
-from splitjax.step.arguments import Bound, abstract
+from splitjax.step.arguments import Bound, abstract, source_names
 from splitjax.step.dealing import rewritten
 from splitjax.step.dealt_values import FusedProduct
 from splitjax.step.microbatches import in_microbatches
-from splitjax.step.positions import ArgumentRoles, call_with, keyword_only, traced_as
+from splitjax.step.positions import ArgumentRoles, call_with, in_place_of, keyword_only
 from splitjax.step.remat.rematerialising import Remat, rematerialised, resolved
 from splitjax.step.said import said_of
 from splitjax.step.states import match_states
@@ -231,10 +231,9 @@ class _StepCall:
             args = [static[n] if n in static else next(given) for n in range(len(bound.args))]
             return call_with(step.fn, keywords, args)
 
-        known = step.options.names
-        names = [known[n] if n < len(known) else f"arg{n}" for n in range(len(bound.args)) if n not in static]
         call.__name__ = self.name = step.name
-        self._call, self._tree = traced_as(call, step.fn, names), bound.signature.tree
+        named = _compat.with_argument_names(in_place_of(step.fn, call), source_names(step.options, bound))
+        self._call, self._tree = named, bound.signature.tree
 
     def trace(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Traces the step with its flat `leaves`: the closed jaxpr over these, and what the result is like."""

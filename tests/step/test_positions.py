@@ -239,6 +239,28 @@ def test_what_jax_says_of_traced_values_names_the_users_function_and_leaf(fn, na
     assert f"tracing the function {named} at {__file__}" in text and f"of the argument {argument}." in text, text
 
 
+def an_if_in_init(key):
+    return {"w": jax.random.normal(key, (8, 8)) if jax.random.normal(key) > 0 else jnp.zeros((8, 8))}
+
+
+class WithAnIf:
+    @splitjax.parallelize(mesh=MESH)
+    def step(self, state, batch):
+        return an_if(state, batch)
+
+
+def test_what_jax_says_of_traced_values_names_functions_that_make_states_and_methods():
+    step = splitjax.parallelize(update, mesh=MESH)
+    with pytest.raises(Exception, match="traced array") as caught:
+        step.init(an_if_in_init, jax.random.key(0), example=(BATCH,))
+    text = str(caught.value)
+    assert f"tracing the function an_if_in_init at {__file__}" in text and "of the argument key." in text, text
+    with pytest.raises(Exception, match="traced array") as caught:
+        WithAnIf().step.plan({"w": np.ones((8, 8), np.float32)}, BATCH)
+    text = str(caught.value)
+    assert f"tracing the function step at {__file__}" in text and "of the argument state['w']." in text, text
+
+
 @pytest.mark.parametrize("option", ["state_argnums", "batch_argnums", "static_argnums", "state_outnums"])
 @pytest.mark.parametrize("value", ["x", 1.5, ["b"]])
 def test_positions_that_are_no_numbers_are_refused(option, value):
