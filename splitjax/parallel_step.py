@@ -19,11 +19,12 @@ import jax
 from splitjax import _compat
 from splitjax._measured_step import MeasuredStep
 from splitjax.choosing import AutoMesh, mesh_asked_for
-from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe, trace_error
+from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
+from splitjax.compile.misplaced import is_of_placement, misplaced
 from splitjax.compile.placement import abstract_state, init_state, place_state, unshare
 from splitjax.compile.programs import SignatureChanged
 from splitjax.compile.step_programs import StepPrograms
-from splitjax.errors import StateError
+from splitjax.errors import SplitjaxError, StateError
 from splitjax.mesh import MeshSizes, check_mesh, with_devices
 from splitjax.plan import Plan
 from splitjax.planning.carried import Carried
@@ -424,4 +425,6 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         """The typed error behind one of JAX's, or the error itself."""
         if "deleted" in str(error) and self._recipe.donate:
             return self._states.error(args)
-        return trace_error(error, self._recipe, self.mesh, args)
+        if isinstance(error, SplitjaxError) or not is_of_placement(error):
+            return error
+        return misplaced(self._recipe, self._programs.entry(args), args, error)

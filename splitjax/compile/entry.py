@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from splitjax import _compat
 from splitjax.compile.programs import StepProgram
-from splitjax.errors import SplitjaxError, StateError
 from splitjax.lower.partial.depth_schedule import ScheduledPrograms
 from splitjax.machines.calibration import Calibration
 from splitjax.machines.targets import Target
@@ -342,21 +341,3 @@ class CompiledEntry:
         leaves, tree = jax.tree.flatten([args[number] for number in dynamic])
         placed = dict(zip(dynamic, jax.tree.unflatten(tree, on_mesh(leaves, self.shardings)), strict=True))
         return tuple(placed.get(number, arg) for number, arg in enumerate(args))
-
-
-def trace_error(error: Exception, recipe: Recipe, mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> Exception:
-    """Returns the typed error for what `jax.jit` says where arguments live where the plan does not want them; any other
-    `error` as it is. `recipe`, `mesh`: the step that was called; `args`: its arguments, which do not matter."""
-    text = str(error)
-    if isinstance(error, SplitjaxError) or not any(
-        part in text for part in ("does not match the sharding", "incompatible devices")
-    ):
-        return error
-    return StateError(
-        "an argument already lives on devices or in a sharding other than the plan's: " + text.splitlines()[0][:300],
-        place=f"call of {recipe.name} on mesh {MeshShape.of(mesh)}",
-        remedy=(
-            "create the state with step.init(...), or move it with step.place(state, example=...); leave a batch as"
-            " NumPy arrays, or put it on the step's mesh by plan.spec(path of the array)"
-        ),
-    )
