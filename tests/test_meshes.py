@@ -703,7 +703,11 @@ def test_a_mesh_larger_than_this_machine_plans_and_lowers():
     example = (jax.ShapeDtypeStruct((64, 8), np.float32),)
     state = step.abstract_state(lambda: {"w": np.ones((8, 8), np.float32)}, example=example)
     assert step.plan(state, *example).mesh.num_devices == 64
-    assert "num_partitions = 64" in step.lower(state, *example).as_text()
+    lowered = step.lower(state, *example)
+    assert "num_partitions = 64" in lowered.as_text() and lowered.out_info is not None
+    with pytest.raises(MeshError, match="needs 64 devices") as caught:
+        lowered.compile()
+    assert "compile" in caught.value.place
     whole = {"w": np.ones((8, 8), np.float32)}
     for call in (
         lambda: step(whole, np.ones((64, 8), np.float32)),

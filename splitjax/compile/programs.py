@@ -54,7 +54,32 @@ class AbstractProgram:
 
     def lower(self, *args: Any) -> Any:
         """Lowers the program for operands `args`, as `jax.jit(fn).trace(...).lower(lowering_platforms=...)` does."""
-        return self.jitted.trace(*args).lower(lowering_platforms=(platform_of(self.mesh),))
+        lowered = self.jitted.trace(*args).lower(lowering_platforms=(platform_of(self.mesh),))
+        return AbstractLowered(lowered, self.mesh, self.name)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AbstractLowered:
+    """Is a program over an abstract mesh, lowered: a `jax.stages.Lowered` but for `compile`, which needs devices.
+
+    **Attributes:** `lowered`: what JAX lowered. `mesh`, `name`: as of `AbstractProgram`.
+    """
+
+    lowered: Any
+    mesh: Mesh | AbstractMesh
+    name: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # `copy` asks for such before there is what was lowered
+            raise AttributeError(attribute)
+        return getattr(self.lowered, attribute)
+
+    def compile(self, compiler_options: Any = None, *, device_assignment: tuple[Any, ...] | None = None) -> Any:
+        """Compiles the program for the devices `device_assignment`, as `jax.stages.Lowered.compile` does. Raises
+        `MeshError` without them."""
+        if device_assignment is None:
+            with_devices(self.mesh, f"lower(...).compile() of {self.name}", runs=False)
+        return self.lowered.compile(compiler_options, device_assignment=device_assignment)
 
 
 class DecoratedFunction(Protocol):
