@@ -52,6 +52,7 @@ class Operation:
     - `primitive`, `params`: the name of its primitive, and the equation's parameters.
     - `operands`, `results`: their shapes.
     - `literals`: the operands that are numbers in the program, by position.
+    - `dtypes`: of the operands; empty where they are not known.
     """
 
     primitive: str
@@ -59,6 +60,7 @@ class Operation:
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     literals: Mapping[int, Any]
+    dtypes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Defect:
       for the first result) -> dims. Empty for an operation that the row does not cover.
     - `uneven`: whether these are dims that an axis of the mesh does not divide. No plan splits such a dim, but XLA may,
       where it carries the layout of another value on; so the row is applied to all of them, on meshes of two axes or
-      more.
+      more, unless others of these dims run along the examples.
+    - `beside_examples`: whether a row with `uneven` dims is applied beside the examples, too, and on meshes of one
+      axis.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Defect:
     action: Action
     touches: Callable[[Operation], Touched]
     uneven: bool = False
+    beside_examples: bool = False
 
 
 def _no_operation(operation: Operation) -> Touched:
@@ -184,6 +189,32 @@ def _indexed(operation: Operation) -> Touched:
             {1: range(len(operation.operands[1]) - 1), 2: [dim for dim in range(rows) if dim not in windows]}
         )
     return {}
+
+
+def _batched_indices(operation: Operation) -> Touched:
+    """Returns the dims that a lookup or a scatter with dims of its own indices for each entry of a batch has from these
+    indices, unless they are of 32 bits with a sign; and the sorted dim of a sort of floats, whose gradient is such a
+    scatter."""
+    if operation.primitive == "sort":
+        if not any("float" in dtype for dtype in operation.dtypes):
+            return {}  # it has no gradient
+        dims = (operation.params["dimension"],)
+        count = len(operation.operands)
+        return dict.fromkeys((*range(count), *range(-count, 0)), dims)
+    touched = _indexed(operation)
+    if not touched or operation.dtypes[1:2] in ((), ("int32",)):
+        return {}
+    numbers, is_gather = operation.params["dimension_numbers"], operation.primitive == "gather"
+    batching = numbers.start_indices_batching_dims if is_gather else numbers.scatter_indices_batching_dims
+    if not batching:
+        return {}
+    # Along the dims that are from the indices, in order, the parts of the array lie as the indices do.
+    return _without_none(
+        {
+            position: [dim for number, dim in enumerate(dims) if number not in batching]
+            for position, dims in touched.items()
+        }
+    )
 
 
 def _without_none(touched: Mapping[int, Iterable[int]]) -> Touched:
@@ -340,6 +371,25 @@ DEFECTS: tuple[Defect, ...] = (
         touches=_reduced,
     ),
     Defect(
+        name="unevenly-split-batched-indices",
+        operation=(
+            "a scatter whose indices are of each entry of a batch apart, and not of type int32; such is the gradient of"
+            " a sort (a median, a quantile), and of jax.numpy.take_along_axis"
+        ),
+        condition="XLA splits a dim of the indices, other than the batch, which some axis does not divide",
+        consequence=(
+            "the compiler ends the process: it fills the last device's part of the indices up with a number of another"
+            " type"
+        ),
+        versions="0.10.2 to 0.12.0.1",
+        partitioners="Shardy and GSPMD",
+        remedy="dims of indices that some axis of the mesh does not divide are kept whole",
+        action=Action.WHOLE,
+        touches=_batched_indices,
+        uneven=True,
+        beside_examples=True,
+    ),
+    Defect(
         name="unevenly-split-indices",
         operation="a scatter, and the gradient of a lookup",
         condition="XLA splits a dim of the indices, which some axis does not divide, and an axis of the mesh is unused",
@@ -389,7 +439,19 @@ def defect_of(operation: Operation) -> tuple[Defect, Touched] | None:
 
 # Most operations of a step are looked up here and no further.
 COVERED: frozenset[str] = frozenset(
-    {"conv_general_dilated", "fft", "mulhi", "pad", "reduce", "gather", "slice", *_SCATTERS, *_WINDOWS, *_BITWISE}
+    {
+        "conv_general_dilated",
+        "fft",
+        "mulhi",
+        "pad",
+        "reduce",
+        "gather",
+        "slice",
+        "sort",
+        *_SCATTERS,
+        *_WINDOWS,
+        *_BITWISE,
+    }
 )
 
 

@@ -57,6 +57,7 @@ def operation_of(op: Op, flat: FlatStep) -> Operation:
         tuple(flat.shapes[v] for v in op.inputs),
         tuple(flat.shapes[v] for v in op.outputs),
         literals,
+        tuple(flat.dtypes[v] for v in op.inputs),
     )
 
 

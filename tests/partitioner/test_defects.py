@@ -91,6 +91,17 @@ BY_HAND = {
         alone = lambda array: jax.numpy.zeros((1, 4)).at[:, np.array([1, 2, 3])].add(jax.numpy.cos(array))
     """
     ),
+    "unevenly-split-batched-indices": (
+        """
+        def function(array, split=True):
+            pin = lambda value: jax.lax.with_sharding_constraint(value, NamedSharding(mesh, P("data", "model")))
+            ranked = lambda array: jax.numpy.sort(pin(array) if split else array, 1)
+            _, pull = jax.vjp(ranked, array)
+            return pull(pin(jax.numpy.cos(array)) if split else jax.numpy.cos(array))[0]
+        arguments = [normal(16, 13)], [P("data")]
+        alone = lambda array: function(array, False)
+    """
+    ),
     "high-half-of-product": (
         """
         def function(array):
@@ -342,6 +353,34 @@ def test_indices_that_no_axis_divides(around):
     assert {len(one.spec) for one in plan.constraints if one.why.startswith("unevenly")} <= {2, 3, 4}
 
 
+BATCHED = "unevenly-split-batched-indices"
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, {"model": 4}], ids=["two-axes", "one-axis"])
+@pytest.mark.parametrize("gradient", [splitjax.value_and_grad, jax.value_and_grad], ids=["own", "jax"])
+def test_sorts_along_a_padded_dim(gradient, mesh):
+    """Thirteen logits an example are stored as sixteen, split over four devices, and sorted without the padding: XLA
+    splits the thirteen indices of the gradient's scatter unevenly, beside the examples, and ends the process."""
+
+    def step(state, batch):
+        ranked = lambda state: jnp.sort(jnp.tanh(batch["x"] @ state["w1"]) @ state["w2"] @ state["head"], -1)
+        value, gradients = gradient(lambda state: (ranked(state)[:, 3:] ** 2).mean())(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), {"loss": value}
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        shapes = {"w1": (16, 64), "w2": (64, 16), "head": (16, 13)}
+        state = {name: jnp.asarray(rng.normal(size=shape) / 4) for name, shape in shapes.items()}
+        batch = {"x": jnp.asarray(rng.normal(size=(16, 16)))}
+        padding = splitjax.parallelize(step, mesh=mesh, rules="megatron", uneven="pad", donate=False)
+        plan = padding.plan(state, batch)
+        assert any(BATCHED in note for note in plan.notes), "the next line ends the process"
+        got, want = padding(state, batch), jax.jit(step)(state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), padding.logical(got[0]), want[0])
+    whole = [one for one in plan.constraints if one.why.startswith(BATCHED)]
+    assert whole and all(one.spec[1] is None and one.spec[0] is not None for one in whole), "examples stay split"
+
+
 def test_upper_halves_of_products_are_refused():
     def step(state, batch):
         return state + jax.lax.mulhi(batch, batch).sum().astype(state.dtype), {}
@@ -488,8 +527,8 @@ def test_rows_read_as_sentences():
         defect_named("none of them")
 
 
-def operation(primitive, *operands, results=None, literals=None, **params):
-    return Operation(primitive, params, operands, (results or operands[0],), literals or {})
+def operation(primitive, *operands, results=None, literals=None, dtypes=(), **params):
+    return Operation(primitive, params, operands, (results or operands[0],), literals or {}, dtypes)
 
 
 def covered(*arguments, **options):
@@ -513,3 +552,11 @@ def test_rows_cover_what_they_say():
     assert cut(0) is cut(-2) is None and cut(-1) == ("dilated-pad-with-negative-edge", {0: (0,), -1: (0,)})
     picked = lambda stride: covered("slice", (8,), results=(1,), strides=(stride,))
     assert picked(2) is None and picked(3) == ("strided-slice-of-one-element", {0: (0,)})
+    ranked = lambda dtype: covered("sort", (4, 13), dtypes=(dtype,), dimension=1)
+    assert ranked("int32") is None and ranked("float32") == (BATCHED, {0: (1,), -1: (1,)})
+    numbers = jax.lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+    taken = lambda dtype: covered(
+        "gather", (4, 8), (4, 13, 1), results=(4, 13), dtypes=("float32", dtype), dimension_numbers=numbers
+    )
+    assert taken("uint32") == (BATCHED, {1: (1,), -1: (1,)})
+    assert taken("int32") == ("unevenly-split-indices", {1: (0, 1), -1: (0, 1)})

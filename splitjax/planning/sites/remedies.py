@@ -92,7 +92,7 @@ def reached_suspects(
     for suspect in graph.suspects:
         row = defect_named(suspect.defect)
         if row.uneven:
-            suspect = _unevenly_split(suspect, graph, mesh)
+            suspect = _unevenly_split(suspect, row, graph, mesh)
             is_reached = bool(suspect.touched) and (suspect.editable or suspect.rule_at is not None)
         elif suspect.convolution is not None:
             is_reached = suspect.site in local and _is_split(suspect, sharded)
@@ -149,32 +149,35 @@ def _uneven_inside(op: Op, covered: tuple[Defect, Touched], flat: FlatStep, mesh
     pinned: list[Constraint] = []
     for position, dims in touched.items():
         shape = flat.shapes[op.inputs[position] if position >= 0 else op.outputs[0]]
-        uneven = {dim for dim in dims if _is_uneven(shape[dim], mesh)}
+        uneven = {dim for dim in dims if _is_uneven(shape[dim], row, mesh)}
         if uneven:
             spec = tuple(None if dim in uneven else FREE for dim in range(len(shape)))
             pinned.append(Constraint(op.site, position, spec, op.primitive, f"{row.name}: {row.remedy}"))
     return pinned
 
 
-def _is_uneven(size: int, mesh: MeshShape) -> bool:
-    """Returns whether XLA could split a dim of this size unevenly. There is no such dim on a mesh of one axis, which
-    splits right."""
+def _is_uneven(size: int, row: Defect, mesh: MeshShape) -> bool:
+    """Returns whether XLA could split a dim of this size unevenly, and gets that wrong. On a mesh of one axis most rows
+    are right."""
     axis_sizes = [mesh.size(axis) for axis in mesh.present(mesh.names)]
-    return len(axis_sizes) > 1 and size > 1 and any(size % count for count in axis_sizes)
+    reaches = row.beside_examples or len(axis_sizes) > 1
+    return reaches and size > 1 and any(size % count for count in axis_sizes)
 
 
 def _is_split(suspect: Suspect, sharded: ShardedDims) -> bool:
     return sharded.reaches((tensor.chosen for tensor in suspect.touched), suspect.site)
 
 
-def _unevenly_split(suspect: Suspect, graph: Graph, mesh: MeshShape) -> Suspect:
-    """Returns the suspect with those of its dims that XLA could split unevenly. There are none where the indices run
-    along the examples as well (the ids of an embedding), which is the dim that XLA splits then."""
+def _unevenly_split(suspect: Suspect, row: Defect, graph: Graph, mesh: MeshShape) -> Suspect:
+    """Returns the suspect with those of its dims that XLA could split unevenly, of which the examples are none. Where
+    the indices run along the examples as well (the ids of an embedding), most rows have no such dims: XLA splits the
+    examples then."""
     size_of = lambda dim: math.prod(graph.atom_sizes[atom] for atom in dim)
     along_examples = any(graph.is_example(dim) for tensor in suspect.touched for dim in tensor.chosen)
     touched = []
-    for tensor in () if along_examples else suspect.touched:
-        dims = tuple(dim for dim in tensor.dims if _is_uneven(size_of(tensor.atoms[dim]), mesh))
+    for tensor in suspect.touched if row.beside_examples or not along_examples else ():
+        uneven = (dim for dim in tensor.dims if _is_uneven(size_of(tensor.atoms[dim]), row, mesh))
+        dims = tuple(dim for dim in uneven if not graph.is_example(tensor.atoms[dim]))
         if dims:
             touched.append(dataclasses.replace(tensor, dims=dims))
     return dataclasses.replace(suspect, touched=tuple(touched))
