@@ -8,6 +8,7 @@ changes make of each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.cost.collectives import (
@@ -15,7 +16,7 @@ from splitjax.cost.collectives import (
     statistic_events,
     use_events,
 )
-from splitjax.cost.compute import use_split
+from splitjax.cost.compute import ByNumber, apart_axes, use_split
 from splitjax.cost.convolutions import derive_convolutions
 from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
 from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, leaves_group, split_of
@@ -126,7 +127,13 @@ class Layout:
 
     def product_split(self, i: int) -> int:
         """Returns among how many devices the product of the use at position `i` is shared."""
-        return use_split(self.structure.graph, self.flows[i], self.setting.mesh, self.setting.batch_axes)
+        mesh, batch_axes = self.setting.mesh, self.setting.batch_axes
+        return use_split(self.structure.graph, self.flows[i], mesh, batch_axes, self._apart)
+
+    @functools.cached_property
+    def _apart(self) -> ByNumber:
+        """Over which axes examples lie, where the arrays of the batch are laid out one by one."""
+        return apart_axes(self.structure.graph, self.leaves, self.setting.mesh, self.setting.batch_axes)
 
     def sent_around(self, i: int) -> Sent:
         """Returns what moves activations around the use at position `i`."""

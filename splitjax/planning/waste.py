@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from splitjax.cost import Prediction
-from splitjax.cost.compute import split_axes
+from splitjax.cost.compute import apart_axes, split_axes
 from splitjax.plan import PlanWarning
 from splitjax.planning.draft import Draft
 from splitjax.rules.match import axes_text
@@ -44,8 +44,9 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
     whole: dict[str, int] = {}  # the same, of layers whose examples are on every device of some batch axis
     partial: dict[str, int] = {}  # of these, those of products that see no dim of all examples
     batch_axes, wanted = draft.layout.batch_axes, draft.request.rules.batch_axes(mesh)
+    apart = apart_axes(graph, predicted.leaves, mesh, batch_axes)
     for flow in predicted.flows:
-        shared = split_axes(graph, flow, mesh, batch_axes)
+        shared = split_axes(graph, flow, mesh, batch_axes, apart)
         missed = [axis for axis in mesh.present(mesh.names) if axis not in shared]
         beyond = flow.use.flops // mesh.size(shared) - flow.use.flops // mesh.num_devices
         if not missed or not beyond:
@@ -64,15 +65,21 @@ def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
         f"each device computes {compute.over_ideal:.2f} times its even share of the products: the devices along {over}"
         f" repeat each other's work in {_largest(extra)}"
     )
-    return PlanWarning("compute", round(compute.over_ideal, 4), message, _remedy(draft, axes, extra, whole, partial))
+    remedy = _remedy(draft, axes, extra, whole, partial, bool(apart))
+    return PlanWarning("compute", round(compute.over_ideal, 4), message, remedy)
 
 
 def _remedy(
-    draft: Draft, axes: Iterable[str], extra: dict[str, int], whole: dict[str, int], partial: dict[str, int]
+    draft: Draft,
+    axes: Iterable[str],
+    extra: dict[str, int],
+    whole: dict[str, int],
+    partial: dict[str, int],
+    is_apart: bool,
 ) -> str:
     """Says what would share most of the repeated products: of parameters that a size kept from their rules, that size;
-    where the examples are not split, a batch that is not cut, or that divides; else rules or a mesh that fit the
-    step."""
+    where the examples are not split, a batch that is not cut, or that divides; else rules or a mesh that fit the step.
+    `is_apart`: whether the arrays of the batch have numbers of examples of their own."""
     layout, mesh = draft.layout, draft.shape
     layers = {path: layer.name for layer in layout.layers for path in layer.params}
     unfit = {path: why for path, why in layout.unfit.items() if layers.get(path) in extra}
@@ -82,14 +89,14 @@ def _remedy(
         is_padded = draft.request.uneven == "pad"
         other = f"; {NOT_PADDED}" if is_padded else f", or store them padded: {PAD}"
         return f"change the sizes that do not divide ({why}){other}"
-    if whole and 2 * sum(partial.values()) > sum(whole.values()):
+    if whole and not is_apart and 2 * sum(partial.values()) > sum(whole.values()):
         if draft.graph.cuts:
             return _uncut(draft)
     elif whole:
-        return (
-            "let the number of examples in a batch, or in a microbatch, divide by"
-            f" {axes_text(mesh, draft.request.rules.batch_axes(mesh))}"
+        what = (
+            "leading dims of the batch's arrays" if is_apart else "number of examples in a batch, or in a microbatch,"
         )
+        return f"let the {what} divide by {axes_text(mesh, draft.request.rules.batch_axes(mesh))}"
     names = " and ".join(axes)
     return (
         f"take a rule set that splits these layers, or their examples, over {names}, or give the devices of {names} to"

@@ -187,3 +187,32 @@ def test_a_part_of_the_batch_that_every_device_computes_has_a_remedy(step, remed
     (warning,) = plan.warnings
     assert all(remedy in warning.remedy for remedy in remedies), warning.remedy
     assert {layer.kind for layer in plan.layers} == {"dense"}
+
+
+def graph_loss(params, batch):
+    nodes = jnp.tanh(batch["nodes"] @ params["up"])
+    messages = nodes[batch["senders"]] * (batch["edges"] @ params["of_edges"])
+    nodes = nodes + jax.ops.segment_sum(messages, batch["receivers"], nodes.shape[0]) @ params["down"]
+    pooled = jax.ops.segment_sum(nodes, batch["graph_of"], batch["y"].shape[0])
+    return ((pooled @ params["head"] - batch["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(("edges", "graphs"), [(40, 4), (37, 4), (37, 3)])
+def test_arrays_with_leading_dims_of_their_own_are_counted_one_by_one(edges, graphs):
+    """24 nodes lie over all devices, whatever edges and targets do; 37 edges are on every device, and said to be."""
+    params = shapes(up=(8, 64), of_edges=(4, 64), down=(64, 64), head=(64, 3))
+    ids = {
+        name: jax.ShapeDtypeStruct((size,), jnp.int32)
+        for name, size in {"senders": edges, "receivers": edges, "graph_of": 24}.items()
+    }
+    batch = shapes(nodes=(24, 8), edges=(edges, 4), y=(graphs, 3)) | ids
+    step = splitjax.parallelize(sgd(graph_loss), mesh={"data": 2, "model": 4}, rules="data_parallel")
+    plan = step.plan(params, batch)
+    assert plan.compute.flops == pytest.approx(step.report(params, batch).compute.compiled, rel=0.01)
+    assert "lie one by one" in str(plan) and "every device has all examples" not in str(plan)
+    if edges == 40:
+        assert not plan.warnings and plan.compute.over_ideal < 1.1
+        return
+    (repeated,) = plan.warnings
+    assert repeated.message.split(" in ")[1].startswith("of_edges") and "leading dims" in repeated.remedy
+    assert "up" not in repeated.message and "down" not in repeated.message

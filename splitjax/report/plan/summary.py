@@ -55,6 +55,9 @@ def examples_text(plan: Plan) -> str:
     """Says over which axes of the mesh the examples of a batch lie, in layers that are whole and in layers that are
     split."""
     whole = " x ".join(plan.batch_axes)
+    arrays = [leaf for leaf in plan.leaves if leaf.role == "batch" and leaf.shape]
+    if len({leaf.shape[0] for leaf in arrays}) > 1 and any(set(leaf.axes) - set(plan.batch_axes) for leaf in arrays):
+        return "arrays of the batch lie one by one; what is sent over axes of some of them alone is not predicted"
     if not whole:
         return "every device has all examples"
     computed = computing_axes(plan)
