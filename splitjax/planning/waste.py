@@ -6,12 +6,14 @@ somebody has to say it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Collection, Iterable
 
 from splitjax.cost import Prediction
 from splitjax.cost.compute import apart_axes, split_axes
 from splitjax.plan import PlanWarning
 from splitjax.planning.draft import Draft
+from splitjax.planning.padding import find_padding
 from splitjax.rules.match import axes_text
 
 # A device that computes more than this over its even share is worth a warning.
@@ -86,9 +88,7 @@ def _remedy(
     by_sizes = sum(extra[layer] for layer in {layers[path] for path in unfit})
     if unfit and by_sizes >= sum(whole.values()):
         (why, *_) = unfit.values()
-        is_padded = draft.request.uneven == "pad"
-        other = f"; {NOT_PADDED}" if is_padded else f", or store them padded: {PAD}"
-        return f"change the sizes that do not divide ({why}){other}"
+        return f"change the sizes that do not divide ({why})" + _or_padded(draft, unfit, "them")
     if whole and not is_apart and 2 * sum(partial.values()) > sum(whole.values()):
         if draft.graph.cuts:
             return _uncut(draft)
@@ -140,10 +140,19 @@ def _unfit(draft: Draft) -> PlanWarning | None:
         f"{100 * share:.3g} % of the parameters do not lie as the rules {draft.layout.rules!r} would have them first:"
         f" {_largest(sizes)}; {largest}: {draft.layout.unfit[largest]}"
     )
-    remedy = "change the sizes to ones that divide, or the mesh" + (
-        f"; {NOT_PADDED}" if request.uneven == "pad" else f", or store what does not divide padded: {PAD}"
-    )
+    remedy = "change the sizes to ones that divide, or the mesh" + _or_padded(draft, sizes, "what does not divide")
     return PlanWarning("whole", round(share, 4), message, remedy)
+
+
+def _or_padded(draft: Draft, unfit: Collection[str], what: str) -> str:
+    """Goes on with a remedy: that `what` does not divide may be stored padded, where some of the parameters `unfit`
+    would be; or what padding leaves as it is, where it is asked for already."""
+    request = draft.request
+    if request.uneven == "pad":
+        return f"; {NOT_PADDED}"
+    padding = find_padding(dataclasses.replace(draft, request=dataclasses.replace(request, uneven="pad")))
+    would_be = any(leaf.path in unfit and leaf.index in padding for leaf in draft.graph.params)
+    return f", or store {what} padded: {PAD}" if would_be else ""
 
 
 def _largest(sizes: dict[str, int]) -> str:

@@ -216,3 +216,31 @@ def test_arrays_with_leading_dims_of_their_own_are_counted_one_by_one(edges, gra
     (repeated,) = plan.warnings
     assert repeated.message.split(" in ")[1].startswith("of_edges") and "leading dims" in repeated.remedy
     assert "up" not in repeated.message and "down" not in repeated.message
+
+
+def grouped_attention(params, batch):
+    """Eight heads of queries, and as many of keys and values as their weights have columns for, each of size 4."""
+    hidden = params["embed"][batch["ids"]]
+    heads = lambda name: (hidden @ params[name]).reshape(*hidden.shape[:2], -1, 4)
+    groups = 8 * 4 // params["k"].shape[1]
+    key, value = (jnp.repeat(heads(name), groups, 2) for name in ("k", "v"))
+    weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", heads("q"), key), -1)
+    mixed = jnp.einsum("bhst,bthd->bshd", weights, value).reshape(*hidden.shape[:2], 32) @ params["out"]
+    return jnp.mean((mixed - batch["next"][..., None]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "is_offered"),
+    [
+        (grouped_attention, {"embed": (32, 16), "q": (16, 32), "k": (16, 8), "v": (16, 8), "out": (32, 16)}, False),
+        (separate_head, {"embed": (32, 16), "up": (16, 32), "down": (32, 16), "head": (16, VOCAB)}, True),
+    ],
+    ids=["two-heads", "vocabulary"],
+)
+def test_padding_is_offered_where_it_would_pad(loss, params, is_offered):
+    """Two heads are fewer than four devices, and stay whole whatever is asked for."""
+    params = shapes(**params)
+    plan = planned(loss, params, {"data": 2, "model": 4}, "megatron")
+    assert plan.warnings and all(("uneven=" in warning.remedy) == is_offered for warning in plan.warnings)
+    padding = planned(loss, params, {"data": 2, "model": 4}, "megatron", uneven="pad")
+    assert any(leaf.logical is not None for leaf in padding.leaves) == is_offered
