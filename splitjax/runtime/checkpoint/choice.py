@@ -14,7 +14,7 @@ from splitjax.runtime.checkpoint import folder as folders
 from splitjax.runtime.checkpoint import integrity
 from splitjax.runtime.checkpoint.description import Description
 from splitjax.runtime.checkpoint.options import CheckpointOptions
-from splitjax.runtime.checkpoint.state_match import StateLeaf, compare
+from splitjax.runtime.checkpoint.state_match import StateLeaf, compare, may_be_padding
 
 Skipped = list[tuple[int, str]]
 
@@ -101,6 +101,13 @@ def _newest(
     return None, skipped
 
 
+_PADDED = (
+    'if the sizes differ by padding alone (uneven="pad"): save step.logical(state), and restore like'
+    " step.logical(step.abstract_state(...)); what was saved padded is restored like the abstract_state of the step"
+    " that saved it, whose logical(...) other steps take"
+)
+
+
 def _refuse(path: Path, wanted: Sequence[StateLeaf]) -> None:
     """Raises `CheckpointError` where a checkpoint holds another state than the wanted one."""
     differences = compare(Description.read(path / folders.DESCRIPTION).leaves, wanted)
@@ -108,8 +115,9 @@ def _refuse(path: Path, wanted: Sequence[StateLeaf]) -> None:
         return
     count = len(differences) - 1
     further = f" ({count} further difference{'s' if count > 1 else ''})" if count else ""
+    padded = f"; {_PADDED}" if may_be_padding(differences) else ""
     raise CheckpointError(
         f"the checkpoint holds another state: {differences[0]}{further}",
         place=str(path),
-        remedy="use the model and the optimizer of the run that saved it, or another folder for a new run",
+        remedy=f"use the model and the optimizer of the run that saved it, or another folder for a new run{padded}",
     )

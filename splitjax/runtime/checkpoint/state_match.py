@@ -115,6 +115,19 @@ def compare(saved: Sequence[StateLeaf], wanted: Sequence[StateLeaf]) -> tuple[Le
     return tuple(differences)
 
 
+def may_be_padding(differences: Sequence[LeafDifference]) -> bool:
+    """Returns whether states may differ in nothing but the padding of dims (`uneven="pad"`), which takes less than what
+    is padded."""
+    return bool(differences) and all(
+        each.saved is not None
+        and each.wanted is not None
+        and each.saved.dtype == each.wanted.dtype
+        and len(each.saved.shape) == len(each.wanted.shape)
+        and all(max(sizes) < 2 * min(sizes) for sizes in zip(each.saved.shape, each.wanted.shape) if len({*sizes}) > 1)
+        for each in differences
+    )
+
+
 def _describe_leaf(path: str, leaf: Any) -> StateLeaf:
     if isinstance(leaf, PYTHON_TYPES) and not isinstance(leaf, np.generic):  # numpy.float64 is a Python float as well
         # A Python number is described as the array that it becomes in a step, so that it is restored into one.

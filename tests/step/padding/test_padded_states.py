@@ -14,6 +14,8 @@ from flax import nnx
 
 import splitjax
 from splitjax import runtime
+from splitjax.errors import CheckpointError
+from splitjax.runtime.checkpoint.state_match import compare, describe, may_be_padding
 from splitjax.runtime.training.stepping import stored_state
 from tests.step.padded_model import X64, assert_equal, language_model, reference, tokens
 
@@ -41,6 +43,41 @@ def test_a_checkpoint_moves_between_paddings(tmp_path):
         with pytest.warns(UserWarning, match="Sharding info not provided"):
             read = ocp.PyTreeCheckpointHandler().restore(saved)
         assert read["params"]["table"].shape == (257, 16) and read["params"]["bias"].shape == (257,)
+
+
+def test_checkpoints_of_ones_own_and_plain_orbax_say_logical(tmp_path):
+    """What was saved padded is refused elsewhere with what to do, and both remedies hold; a state that another program
+    wrote is read like `logical(abstract_state)`."""
+    with X64(True):
+        step, init = language_model()
+        make = lambda **options: splitjax.parallelize(step, mesh={"model": 4}, rules="megatron", **options)
+        padding, plain = make(uneven="pad"), make()
+        state = padding.init(init, jax.random.key(0), example=(tokens(0),))
+        like = {each: each.abstract_state(init, jax.random.key(0), example=(tokens(0),)) for each in (padding, plain)}
+        with runtime.Checkpoints(tmp_path / "padded") as checkpoints:
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            with pytest.raises(CheckpointError, match="another state") as caught:
+                checkpoints.restore(like[plain])
+            assert "padding" in caught.value.remedy and "step.logical(state)" in caught.value.remedy
+            restored = padding.logical(checkpoints.restore(like[padding]).state)
+            assert jax.tree.map(jnp.shape, restored) == jax.tree.map(jnp.shape, like[plain])
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(tmp_path / "other", jax.device_get(restored))
+        with ocp.StandardCheckpointer() as reader:
+            read = reader.restore(tmp_path / "other", padding.logical(like[padding]))
+        assert_equal((padding.logical(padding(read, tokens(0))[0]), []), (plain(restored, tokens(0))[0], []))
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "is_padding"),
+    [((16, 16), (13, 16), True), ((16, 16), (8, 16), False), ((16, 16), (16,), False), ((0, 4), (1, 4), False)],
+)
+def test_what_may_be_padding(saved, wanted, is_padding):
+    (difference,) = compare(describe({"w": np.zeros(saved)}), describe({"w": np.zeros(wanted)}))
+    assert may_be_padding([difference]) == is_padding
+    (dtype,) = compare(describe({"w": np.zeros(saved)}), describe({"w": np.zeros(saved, "int32")}))
+    assert not may_be_padding([difference, dtype]) and not may_be_padding([])
 
 
 class Model(eqx.Module):
