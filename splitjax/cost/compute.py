@@ -19,20 +19,12 @@ ByNumber = Mapping[int, Axes]
 _ALIKE: ByNumber = MappingProxyType({})
 
 
-def predict_compute(
-    graph: Graph, flows: Sequence[WeightFlow], mesh: MeshShape, batch_axes: Axes, backward: bool
-) -> Compute:
+def total_compute(flows: Sequence[WeightFlow], splits: Iterable[int], mesh: MeshShape, backward: bool) -> Compute:
     """Predicts the flops of a device per step.
 
-    **Arguments:** `graph`: the traced step. `flows`: of its uses of weights. `mesh`: the shape of the mesh.
-    `batch_axes`: its axes over which the examples are split. `backward`: whether the step takes a gradient, which
-    computes a product for the weight and one for its input, but for that of a layer that reads a batch."""
-    return total_compute(flows, (use_split(graph, flow, mesh, batch_axes) for flow in flows), mesh, backward)
-
-
-def total_compute(flows: Sequence[WeightFlow], splits: Iterable[int], mesh: MeshShape, backward: bool) -> Compute:
-    """Returns what a device computes per step. `splits`: among how many devices each of the uses is shared
-    (`use_split`). The others are those of `predict_compute`."""
+    **Arguments:** `flows`: of the uses of weights. `splits`: among how many devices each of them is shared
+    (`use_split`). `mesh`: the shape of the mesh. `backward`: whether the step takes a gradient, which computes a
+    product for the weight and one for its input, but for that of a layer that reads a batch."""
     flops, ideal, num_devices = 0, 0, mesh.num_devices
     for flow, split in zip(flows, splits, strict=True):
         total = step_flops(flow.use, backward)
@@ -70,8 +62,9 @@ def split_axes(graph: Graph, flow: WeightFlow, mesh: MeshShape, batch_axes: Axes
     """Returns the mesh axes whose devices share the product of a use, in the mesh's order; over the others each device
     computes the same.
 
-    `apart`: as `apart_axes` returns it. XLA carries the layout of an array on to what is made of it, which has as many
-    examples. The other arguments are those of `predict_compute`."""
+    **Arguments:** `graph`: the traced step. `flow`: of the use. `mesh`: the shape of the mesh. `batch_axes`: its axes
+    over which the examples are split. `apart`: as `apart_axes` returns it; XLA carries the layout of an array on to
+    what is made of it, which has as many examples."""
     use, own = flow.use, mesh.present(flow.axes)
     leading, examples = _num_examples(graph, (*use.data_dims, *use.out_dims))
     # What does not divide is not counted as split: XLA would fill it up, if it splits it at all.

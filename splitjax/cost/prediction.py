@@ -153,7 +153,7 @@ class Prediction:
 
     @functools.cached_property
     def compute(self) -> Compute:
-        """The flops of a device, as `cost.compute.predict_compute` says."""
+        """The flops of a device, as `cost.compute.total_compute` says."""
         return total_compute(self.flows, self.split_by_use, self.setting.mesh, self.manner.backward)
 
     def _activations(self) -> Iterator[Collective]:
