@@ -36,6 +36,7 @@ from splitjax._compat.jaxprs import Literal as Literal
 from splitjax._compat.jaxprs import Primitive as Primitive
 from splitjax._compat.jaxprs import Var as Var
 from splitjax._compat.jaxprs import argument_names as argument_names
+from splitjax._compat.jaxprs import become as become
 from splitjax._compat.jaxprs import build_jaxpr as build_jaxpr
 from splitjax._compat.jaxprs import changed_jaxpr as changed_jaxpr
 from splitjax._compat.jaxprs import close_jaxpr as close_jaxpr

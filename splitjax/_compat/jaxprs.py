@@ -180,3 +180,10 @@ def prune_jaxpr(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     inner, consts = open_jaxpr(closed)
     kept, used_inputs = partial_eval.dce_jaxpr(inner, list(used))
     return close_jaxpr(kept, consts), list(used_inputs)
+
+
+def become(lowered: Any, other: Any) -> None:
+    """Gives `lowered`, an object of a class that extends `jax.stages.Lowered`, what `other` holds, which JAX made: its
+    class has a constructor for the compiler's own objects alone."""
+    for slot in type(other).__slots__:
+        setattr(lowered, slot, getattr(other, slot))

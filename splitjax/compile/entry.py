@@ -290,7 +290,7 @@ class CompiledEntry:
         def put(leaf: Any, where: NamedSharding) -> Any:
             nonlocal moved
             lies = getattr(leaf, "sharding", None)  # a value that is being traced has none
-            if not isinstance(lies, jax.sharding.Sharding) or not getattr(leaf, "committed", True):
+            if not isinstance(leaf, jax.Array) or not isinstance(lies, jax.sharding.Sharding) or not leaf.committed:
                 return leaf
             if not lies.is_fully_replicated or lies.device_set != where.device_set:
                 return leaf

@@ -58,28 +58,22 @@ class AbstractProgram:
         return AbstractLowered(lowered, self.mesh, self.name)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class AbstractLowered:
-    """Is a program over an abstract mesh, lowered: a `jax.stages.Lowered` but for `compile`, which needs devices.
+class AbstractLowered(jax.stages.Lowered):
+    """Is a program over an abstract mesh, lowered, whose `compile` needs devices.
 
-    **Attributes:** `lowered`: what JAX lowered. `mesh`, `name`: as of `AbstractProgram`.
+    **Arguments:** `lowered`: what JAX lowered. `mesh`, `name`: as of `AbstractProgram`.
     """
 
-    lowered: Any
-    mesh: Mesh | AbstractMesh
-    name: str
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # `copy` asks for such before there is what was lowered
-            raise AttributeError(attribute)
-        return getattr(self.lowered, attribute)
+    def __init__(self, lowered: jax.stages.Lowered, mesh: Mesh | AbstractMesh, name: str) -> None:
+        _compat.become(self, lowered)
+        self._mesh, self._name = mesh, name
 
     def compile(self, compiler_options: Any = None, *, device_assignment: tuple[Any, ...] | None = None) -> Any:
         """Compiles the program for the devices `device_assignment`, as `jax.stages.Lowered.compile` does. Raises
         `MeshError` without them."""
         if device_assignment is None:
-            with_devices(self.mesh, f"lower(...).compile() of {self.name}", runs=False)
-        return self.lowered.compile(compiler_options, device_assignment=device_assignment)
+            with_devices(self._mesh, f"lower(...).compile() of {self._name}", runs=False)
+        return super().compile(compiler_options, device_assignment=device_assignment)
 
 
 class DecoratedFunction(Protocol):

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from splitjax.data.batches import is_whole
+from splitjax.data.loaders import LoaderPosition
+from splitjax.data.streams import Position
 from splitjax.errors import DataError
-from splitjax.runtime.training.feeding import has_position
 
 CLOSE_SECONDS: float = 10.0
 
@@ -78,10 +79,9 @@ def prefetch(iterator: Iterator[Any], place: Callable[[Any], Any], depth: int = 
     **Arguments:**
 
     - `iterator`: read by the thread alone, and closed by it if it can be (generators).
-    - `place`: host -> devices, such as `lambda batch: jax.device_put(batch, sharding)`. It gets the item; of
-      pairs `(position, batch)` it gets the batch, and the position is kept beside what it returns. A pair is what
-      `splitjax.runtime.train` takes for one: a tuple of two whose first is JSON (a number that `enumerate` counts) or
-      has `to_json()` (a `Position` of a `stream`, a `LoaderPosition` of `resumable`), and so no tuple of two arrays.
+    - `place`: host -> devices, such as `lambda batch: jax.device_put(batch, sharding)`. It gets the item; of the pairs
+      `(Position, batch)` of a `stream` and `(LoaderPosition, batch)` of `resumable` it gets the batch, and the position
+      is kept beside what it returns. Of other tuples, such as those of `enumerate`, it gets all.
     - `depth`: at most this many placed items wait, the one in work included; with the one in use, `depth + 1` are
       alive.
 
@@ -169,7 +169,7 @@ def _work(shared: _Shared, source: Iterator[Any], place: Callable[[Any], Any]) -
 
 def _placed(item: Any, place: Callable[[Any], Any]) -> Any:
     try:
-        if has_position(item):
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (Position, LoaderPosition)):
             return item[0], place(item[1])
         return place(item)
     except StopIteration as error:  # raised to the consumer, it would pass for the end

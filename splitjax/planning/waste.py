@@ -106,8 +106,12 @@ def _remedy(
 
 def _uncut(draft: Draft) -> str:
     """Says how devices could share the examples of a batch that the step cuts into parts."""
-    cuts, mesh = draft.graph.cuts, draft.shape
-    cut = next((each for each in cuts if each.looped), cuts[0])
+    mesh = draft.shape
+    # Those of a loop around the gradient are what is repeated. Of others a single example is seldom: one is logged.
+    cuts = [each for each in draft.graph.cuts if each.looped] or [each for each in draft.graph.cuts if each.part > 1]
+    if len({(each.part, each.whole) for each in cuts}) != 1:
+        return "let these layers read the whole batch, and cut what they make: the step gives them parts of it"
+    cut = cuts[0]
     at = f" ({cut.source})" if cut.source else ""
     if cut.part == 1:
         return f"the step reads single examples{at}: take their gradients by jax.vmap, which devices share"

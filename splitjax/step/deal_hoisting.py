@@ -8,26 +8,43 @@ its gradient is taken back once, behind the loop's: in the body it would be in e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from splitjax import _compat
 from splitjax.primitives.calls import CallKind, kind_of
 from splitjax.primitives.dealt import DEAL
+from splitjax.primitives.walk import bodies
 
 _SAME_ELEMENTS = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")  # the last, of as many elements
 
 
-def with_deals_before(eqns: Iterable[Any]) -> list[Any]:
-    """Returns the equations of a body, in which each loop has the weights that it deals out in every iteration dealt
-    out before it."""
+def with_deals_before(body: Any) -> Any:
+    """Returns a jaxpr in which each loop, those of its bodies too, has the weights that it deals out in every iteration
+    dealt out before it: out of several loops in each other, before the outermost."""
+    inner, _ = _compat.open_jaxpr(body)
     found: list[Any] = []
-    for eqn in eqns:
+    for eqn in inner.eqns:
+        eqn = _with_changed_bodies(eqn)
         while kind_of(eqn) is CallKind.SCAN and (moved := _moved(eqn)) is not None:
             before, eqn = moved
             found += before
         found.append(eqn)
-    return found
+    is_same = len(found) == len(inner.eqns) and all(one is other for one, other in zip(found, inner.eqns, strict=True))
+    return body if is_same else _compat.like_jaxpr(body, inner.replace(eqns=found))
+
+
+def _with_changed_bodies(eqn: Any) -> Any:
+    """Returns an equation whose bodies have their loops' weights dealt out before these loops; itself where that
+    changes none."""
+    changed = {id(before): after for before in bodies(eqn) if (after := with_deals_before(before)) is not before}
+    if not changed:
+        return eqn
+    swap = lambda value: changed.get(id(value), value)
+    params = {
+        name: type(value)(map(swap, value)) if type(value) in (tuple, list) else swap(value)
+        for name, value in eqn.params.items()
+    }
+    return eqn.replace(params=params)
 
 
 def _moved(scan: Any) -> tuple[list[Any], Any] | None:

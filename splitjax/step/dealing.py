@@ -97,16 +97,7 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
     # Inner bodies first: equations of a body that is traced again have other numbers, and sites lead through them.
     for prefix, targets in sorted(by_body.items(), key=lambda item: -len(item[0])):
         jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
-    around = {prefix[:end] for prefix in by_body for end in range(0, len(prefix), 2)}
-    for prefix in sorted(around, key=len, reverse=True):  # as above
-        jaxpr = _changed_at(jaxpr, prefix, _with_deals_before)
-    return jaxpr
-
-
-def _with_deals_before(body: Any) -> Any:
-    """Returns a body whose loops have their weights dealt out before them."""
-    inner, _ = _compat.open_jaxpr(body)
-    return _compat.like_jaxpr(body, inner.replace(eqns=with_deals_before(inner.eqns)))
+    return with_deals_before(jaxpr) if by_body else jaxpr
 
 
 def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:

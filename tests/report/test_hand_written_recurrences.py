@@ -61,10 +61,11 @@ def stepping(cell, value_and_grad, num_examples=None):
     return step
 
 
-def checked(step, cell, rules, mesh):
-    """The plan and report of a step that gives one device's numbers."""
+def checked(step, cell, rules, mesh, more=None):
+    """The plan and report of a step that gives one device's numbers. `more`: further parameters."""
     with jax.enable_x64(True):
         params, batch = setup(cell)
+        params |= {name: jnp.asarray(np.asarray(value), params["head"].dtype) for name, value in (more or {}).items()}
         parallel = splitjax.parallelize(step, mesh=mesh, rules=rules, donate=False)
         expected = jax.jit(step)(params, batch)
         found = parallel(params, batch)
@@ -122,3 +123,26 @@ def test_sums_in_every_iteration_are_noted_with_what_makes_them_one():
     assert boundary.why.endswith(
         '; write sizes from the batch\'s shape, such as batch["x"].shape[0], instead of a number'
     )
+
+
+@pytest.mark.parametrize("rules, mesh", [("megatron", DATA), ("transformer", {"data": 2, "fsdp": 2, "tensor": 2})])
+def test_a_weight_is_dealt_out_before_the_outermost_of_loops_that_read_it(rules, mesh):
+    """The sequence goes in chunks; beside the loops another fused weight is dealt out, in another body."""
+
+    def loss(params, batch):
+        left, right = jnp.split(jnp.tanh(batch["x"] @ params["gates"]), 2, axis=-1)
+        turn = lambda state, x: (fused_lstm(params, x, state), None)
+        chunk = lambda state, xs: (jax.lax.scan(turn, state, xs)[0], None)
+        zeros = jnp.zeros((len(batch["x"]), WIDTH))
+        xs = (left * right).swapaxes(0, 1)[:4].reshape(2, 2, -1, WIDTH)
+        (hidden, _), _ = jax.lax.scan(chunk, (zeros, zeros), xs)
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], batch["y"]).mean()
+
+    def step(params, batch):
+        value, grads = splitjax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    more = {"gates": jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, 2 * WIDTH)) / 4)}
+    _, report = checked(step, fused_lstm, rules, mesh, more)
+    dealt = [one for one in report.collectives if one.compiled.op == "collective_permute"]
+    assert dealt and {one.compiled.trips for one in dealt} == {1}

@@ -173,5 +173,7 @@ class Starter:
 def _keeps_memory(config: LaunchConfig, base: Mapping[str, str]) -> bool:
     """Tells whether workers keep the memory of their steps: they are to, and compute on CPUs alone. What a program
     reads for an accelerator would stay in the host's memory, too."""
+    platforms = base.get("JAX_PLATFORMS") or None
     of_cpus = config.threads is not None or config.devices_per_process is not None
-    return config.keep_memory and (of_cpus or base.get("JAX_PLATFORMS") == "cpu")
+    elsewhere = config.gpus_per_process is not None or platforms not in (None, "cpu")
+    return config.keep_memory and not elsewhere and (of_cpus or platforms == "cpu")

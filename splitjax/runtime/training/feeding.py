@@ -97,18 +97,11 @@ def position_json(position: Any) -> Any:
     return position.to_json() if hasattr(position, "to_json") else position
 
 
-def has_position(item: Any) -> bool:
-    """Returns whether an item is a pair `(position, batch)`, as this module says what that is."""
-    if type(item) is not tuple or len(item) != 2:
-        return False
-    return hasattr(item[0], "to_json") or not_json(item[0], "position") is None
-
-
 def _is_pair(item: Any, place: str) -> bool:
-    if has_position(item):
-        return True
     if type(item) is tuple and len(item) == 2:
         position = item[0]
+        if hasattr(position, "to_json") or not_json(position, "position") is None:
+            return True
         if isinstance(position, np.generic) or not _has_arrays(position):
             raise TrainingError(
                 "a tuple of two is (position, batch), and this position is not JSON",

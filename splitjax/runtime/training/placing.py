@@ -63,8 +63,8 @@ class Placement:
                 "a batch that is laid out maps names to arrays",
                 value=type(local_batch).__name__,
                 place="Placement",
-                remedy="give a dict of arrays; in a pair (position, batch) the position is JSON, such as int(position),"
-                " or has to_json()",
+                remedy="give a dict of arrays; of a pair (position, batch) that is none of splitjax.data, place the"
+                " second: data.prefetch(pairs, lambda pair: (pair[0], place(pair[1])))",
             )
         if set(local_batch) != set(self.shardings):
             raise BatchError(

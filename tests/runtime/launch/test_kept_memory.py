@@ -59,6 +59,8 @@ def test_whoever_tunes_the_allocator_has_decided():
         ({}, {"devices_per_process": 2}, True),
         ({}, {}, False),
         ({"JAX_PLATFORMS": "cuda,cpu"}, {}, False),
+        ({"JAX_PLATFORMS": "cuda"}, {"threads": 2}, False),
+        ({}, {"threads": 2, "gpus_per_process": 1}, False),
         ({}, {"threads": 1, "keep_memory": False}, False),
     ],
 )
