@@ -84,7 +84,9 @@ def _from_const(deal: Any, makers: dict[Any, Any], consts: dict[Any, Any]) -> li
         maker = None if isinstance(v, _compat.Literal) else makers.get(v)
         if maker is None or maker.primitive.name not in _SAME_ELEMENTS:
             return None
-        if len(maker.invars) > 1 or math.prod(maker.invars[0].aval.shape) != math.prod(v.aval.shape):
+        made_of: Any = maker.invars[0]
+        made: Any = maker.outvars[0]
+        if len(maker.invars) > 1 or math.prod(made_of.aval.shape) != math.prod(made.aval.shape):
             return None
         chain.insert(0, maker)
     return chain
