@@ -83,9 +83,8 @@ class Launch(CommandOptions):
     """Do not start a process ahead, which imports what the workers import, and from which the workers of a restart are
     forked."""
     keep_memory: bool = True
-    """Let workers on CPUs give the memory of each step back to the system, which has to clear the next step's: that
-    takes time. Without this option they keep it (where --threads, --devices-per-process or JAX_PLATFORMS=cpu says that
-    they compute on CPUs)."""
+    """Let workers on CPUs (--threads, --devices-per-process, JAX_PLATFORMS=cpu) give the memory of each step back to
+    the system, which has to clear the next step's."""
     bandwidth: Annotated[str | None, Shown(metavar="RATE")] = None
     """Put each worker into a network of its own behind a link of this rate, such as 200mbit or 1gbit (Linux, root), and
     report the bytes that it really sent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from splitjax.cost.loop_sums import loop_sums
 from splitjax.mesh import MeshShape
+from splitjax.planning.workers import Workers
 from splitjax.rules.match import axes_text
 from splitjax.trace.graph import Graph
 
@@ -28,7 +29,7 @@ def taken_by_jax(graph: Graph) -> frozenset[str]:
 def recurrence_notes(graph: Graph, mesh: MeshShape, batch_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Returns a sentence on each recurrent layer whose gradients JAX takes, and XLA so sums in every iteration of its
     loop over the devices that share the batch, along `batch_axes`."""
-    shared, taken = mesh.present(batch_axes), taken_by_jax(graph)
+    shared, taken = Workers.beside(mesh, batch_axes, ()).axes, taken_by_jax(graph)
     if not shared or not taken:
         return ()
     # Without boundaries that are left to XLA, these are those of JAX's transformations alone.

@@ -27,7 +27,7 @@ from splitjax.sync.costs.schemes import Link
 MESH = AbstractMesh((4,), ("data",))
 AS_THEY_COME = WayChooser(
     in_turns=lambda kind, step, jaxpr: {},
-    choose=lambda step, jaxpr, choices: SimpleNamespace(planned={}, sums_within={}, gathered={}),
+    choose=lambda step, jaxpr, choices: SimpleNamespace(planned={}, sums_within={}, gathered={}, left=frozenset()),
 )
 
 
