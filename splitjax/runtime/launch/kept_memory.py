@@ -2,8 +2,8 @@
 
 XLA's CPU runtime asks for its temporary buffers anew in each call, and glibc gives large ones, and what is free at the
 end of the heap, back to the system. The next call gets new pages for them, each of which the kernel fills with zeros
-first: of a step of an LSTM on one core that was 35 of 85 ms. Told not to give back, glibc hands out the same pages
-again. The environment says so, because glibc reads it before a program runs.
+first (`python -m benchmarks kept_memory` times that). Told not to give back, glibc hands out the same pages again. The
+environment says so, because glibc reads it before a program runs.
 
 In comes the environment of the launcher, out come variables for its workers. Other C libraries do not know them.
 """
