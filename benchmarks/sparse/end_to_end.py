@@ -19,12 +19,14 @@ import numpy as np
 from benchmarks.sparse import data
 from benchmarks.sparse.launch import Answers, Measured, others_text, over_workers, run_workers
 
-WAYS = ("dense", "all_gather", "blocks", "row_exchange", "auto")
-OWNERS = "tables with owners"  # each worker owns a part of the rows: the rule set `embedding_owner`
+WHOLE = "auto, tables whole on each worker"  # the scheme is chosen, and the layout is not
+AUTO = "auto"  # the layout is chosen, too
 LAYOUT = {"rules": "data_parallel"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    **{way: LAYOUT if way == "dense" else {**LAYOUT, "sync": way} for way in WAYS},
-    OWNERS: {"rules": "embedding_owner", "uneven": "pad"},
+    "dense": LAYOUT,
+    **{scheme: {**LAYOUT, "sync": scheme} for scheme in ("all_gather", "blocks", "row_exchange")},
+    WHOLE: {**LAYOUT, "sync": "auto"},
+    AUTO: {"rules": "auto", "sync": "auto", "uneven": "pad"},
 }
 TORCH_DENSE, TORCH_SPARSE = "PyTorch DDP, dense gradients", "PyTorch DDP, sparse gradients"
 TORCH_ALONE = "PyTorch, each worker for itself"
@@ -213,8 +215,9 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
             " All ways take turns on the same batches, none of which was among those that were observed."
             f" DDP trains the same model with the same ids in processes of its own, behind the same links, with"
             f" {' and '.join(map(str, THREADS))} threads a worker. *{ALONE[0].upper()}{ALONE[1:]}*: the same step"
-            f' without any exchange. *{OWNERS[0].upper()}{OWNERS[1:]}*: `rules="embedding_owner"` in place of'
-            f" `sync=`. {others_text(answers.others)} {note}".rstrip(),
+            f' without any exchange. *{AUTO[0].upper()}{AUTO[1:]}*: `rules="auto", sync="auto", uneven="pad"`: of the'
+            " layout and the scheme of a table both are chosen. All other ways have tables whole on each worker."
+            f" {others_text(answers.others)} {note}".rstrip(),
             "",
         ],
         [],
@@ -261,7 +264,8 @@ def report(answers: Answers, beside: Answers | None, note: str, num_workers: int
             *table(titles, out),
             "",
             f"Loss of the first and the last step: {facts['losses'][0]:.4f}, {facts['losses'][1]:.4f}. The first loss"
-            f" of tables with owners differs by {facts['first_losses_apart']:.1e} of it.",
+            f" of *{AUTO}*, which chose the layout {facts['layout']}, differs by {facts['first_losses_apart']:.1e} of"
+            " it.",
             "",
         ]
         goals += _goals(f"{model}, {num_workers} workers, {link}", model, found, rival)
@@ -323,8 +327,8 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
     }
     steps = {way: splitjax.parallelize(made.step, mesh={"data": team.count}, **OPTIONS[way]) for way in OPTIONS}
     # By layout: the ways that keep tables whole go on with one state, which their steps donate to each other.
-    key, whole = jax.random.key(0), WAYS[0]
-    states = {way: steps[way].init(made.init, key, example=(example,)) for way in (whole, OWNERS)}
+    key, whole = jax.random.key(0), next(iter(OPTIONS))
+    states = {way: steps[way].init(made.init, key, example=(example,)) for way in (whole, AUTO)}
     layout = steps[whole].shardings(states[whole], example)[1]
     by_itself = _by_itself(made, team)
     batches = [
@@ -372,7 +376,8 @@ def _train(model: str, settings: dict[str, Any], team: Any, is_first: bool) -> d
         "parameters": parameters,
         "chosen": chosen,
         "losses": [losses[whole][0], losses[whole][-1]],
-        "first_losses_apart": abs(losses[OWNERS][0] / losses[whole][0] - 1),
+        "first_losses_apart": abs(losses[AUTO][0] / losses[whole][0] - 1),
+        "layout": steps[AUTO].choice.best.name,
     }
 
 

@@ -6,7 +6,7 @@ from splitjax.choosing.candidate import Answer, Candidate, Refused, Variable
 from splitjax.choosing.choice import MICROBATCHES, REMAT, Choice
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
 from splitjax.choosing.domain import num_experts
-from splitjax.choosing.layering import Pricing, laid_out
+from splitjax.choosing.layering import Pricing, StepUnderRules, laid_out
 from splitjax.choosing.order import in_turn, may_fit
 from splitjax.choosing.prices import Prices
 from splitjax.choosing.trade_off import Point, TradeOff, trade_off
@@ -22,6 +22,7 @@ __all__ = [
     "Prices",
     "Pricing",
     "Refused",
+    "StepUnderRules",
     "TradeOff",
     "Variable",
     "choose_mesh",

@@ -178,7 +178,9 @@ def _searched(
     # The most promising meshes first, so that their answers drop the others.
     fastest = lambda mesh: min((each.seconds for each in known if each.mesh == mesh), default=math.inf)
     for pricing in sorted(pricings, key=lambda pricing: fastest(pricing.mesh)):
-        graph, mesh = pricing.graph, pricing.mesh
+        graph, mesh = pricing.graph_under(), pricing.mesh
+        pairs = zip(graph.leaves, pricing.graph.leaves, strict=True)
+        padded = frozenset(leaf.path for leaf, known in pairs if leaf.shape != known.shape)
         for mode in batch_modes(mesh):
             candidates = (*known, *(each.candidate for each in found))
             best = min((each.seconds for each in candidates if each.fits(budget_bytes)), default=math.inf)
@@ -187,7 +189,7 @@ def _searched(
             if pricing.prices.least_seconds(flops, mesh.num_devices) > best:
                 continue
             there.add(mesh)
-            found += answers(pricing, groups_of(graph, mesh, mode), mode, budget_bytes, effort)
+            found += answers(pricing, groups_of(graph, mesh, mode, padded), mode, budget_bytes, effort)
     return found, tuple(dict.fromkeys(each.mesh for each in pricings if each.mesh not in there))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.roles import ROLE_BY_NAME, Role
@@ -19,12 +19,14 @@ from splitjax.rules.ruleset import AUTO, RuleSet
 from splitjax.trace.graph import Graph, Layer, Leaf
 
 # Dims of weights that a rule can split over the devices of a group, by the names that tracing gives them.
-_EXPERT = "expert"
-_SPLIT = ("out", "in", _EXPERT, "vocab", "features")
+_EXPERT, _ROWS = "expert", "vocab"
+_SPLIT = ("out", "in", _EXPERT, _ROWS, "features")
 # The batch of whole layers over all axes but those over which layers are computed in parts, as the shipped set
 # `transformer` has it.
 _WITH_EXPERTS = ("data", "storage", "expert")
 Mode = str | tuple[str, ...]
+# Stands for any rules that the search makes, where it does not matter what they say.
+SEARCHED: RuleSet = RuleSet(AUTO, (), allow_replicated=True)
 # What is stored in parts has at least this many elements, as in the shipped set `fsdp`.
 _LEAST_ELEMENTS = 1024
 
@@ -81,17 +83,18 @@ def speaks_of(rules: RuleSet, roles: Iterable[Role]) -> bool:
     return False
 
 
-def groups_of(graph: Graph, mesh: MeshShape, mode: Mode) -> tuple[Group, ...]:
+def groups_of(graph: Graph, mesh: MeshShape, mode: Mode, padded: Collection[str] = ()) -> tuple[Group, ...]:
     """Returns the variables of a step.
 
     **Arguments:** `graph`: the step. `mesh`: the mesh. `mode`: how the batch of whole layers lies, as
-    `RuleSet.replicated_batch`."""
+    `RuleSet.replicated_batch`. `padded`: the paths of tables that the step has in the sizes that they are stored in
+    where their rows are split."""
     alike: dict[object, list[Layer]] = {}
     for layer in graph.layers:
         if layer.params:
             alike.setdefault(_likeness(graph, layer), []).append(layer)
     groups = _joined(alike.values(), read_together(graph))
-    return tuple(Group(tuple(layers), tuple(_ways(graph, layers[0], mesh, mode))) for layers in groups)
+    return tuple(Group(tuple(layers), tuple(_ways(graph, layers[0], mesh, mode, padded))) for layers in groups)
 
 
 def read_together(graph: Graph) -> dict[str, frozenset[str]]:
@@ -137,8 +140,9 @@ def _likeness(graph: Graph, layer: Layer) -> object:
     return re.sub(r"\d+", "#", block) + slash + last, layer.kind, shapes, layer.flops
 
 
-def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: Mode) -> Iterator[Way]:
-    """Yields the ways in which the weight of a layer divides, without those that split nothing."""
+def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: Mode, padded: Collection[str]) -> Iterator[Way]:
+    """Yields the ways in which the weight of a layer divides, without those that split nothing. `padded`: as for
+    `groups_of`."""
     weight = graph.leaf(layer.params[0])
     tensor, data = mesh.meant((Role.TENSOR, Role.EXPERT)), mesh.meant((Role.DATA, Role.STORAGE))
     # Over the axis for storage alone, groups of devices have whole copies each: less is sent between the groups.
@@ -156,7 +160,9 @@ def _ways(graph: Graph, layer: Layer, mesh: MeshShape, mode: Mode) -> Iterator[W
             yield Way(f"{name}, stored in parts over {_over(axes, data)}", split, axes)
     if mode == "all" and stores:
         for axes in dict.fromkeys(((*data, *tensor), *stores)):
-            if axes and divides(axes):
+            if axes and layer.params[0] in padded:
+                yield Way(f"rows split over {'+'.join(axes)}", {_ROWS: axes})
+            elif axes and divides(axes):
                 yield Way(f"each array's largest dim split over {'+'.join(axes)}", {"largest": axes})
 
 

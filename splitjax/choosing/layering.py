@@ -12,14 +12,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from splitjax.choosing.candidate import Answer, Candidate, Variable
-from splitjax.choosing.domain import Group, Mode, rule_set
+from splitjax.choosing.domain import SEARCHED, Group, Mode, rule_set
 from splitjax.choosing.prices import Prices
 from splitjax.choosing.sums import StepSums
 from splitjax.cost.prediction import LaidOutStep, Manner, Prediction, predict_step
+from splitjax.cost.row_tables import RowTable
 from splitjax.cost.structure import StepStructure
 from splitjax.mesh import MeshShape
 from splitjax.plan import BlockRemat, LeafPlan
@@ -36,11 +38,29 @@ from splitjax.trace.graph import Graph
 _ROUNDS = 4
 
 
+class StepUnderRules(Protocol):
+    """Says what rule sets make of a step otherwise than by its layout."""
+
+    def graph(self, rules: RuleSet, remat: tuple[BlockRemat, ...]) -> Graph:
+        """Returns the step with the padding that `rules` ask for, with blocks computed again as `remat` says. Under
+        rules of the search tables are padded that may have owners: rules that do not split them leave them as they
+        are when they are built."""
+        ...
+
+    def tables(
+        self, rules: RuleSet, remat: tuple[BlockRemat, ...], leaves: Sequence[LeafPlan], batch_axes: Sequence[str]
+    ) -> tuple[RowTable, ...]:
+        """Returns the tables that go by rows where the `leaves` are laid out so, and the batch lies over
+        `batch_axes`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pricing:
     """Says what rule sets cost a step on a mesh. `pins`: where users pinned arrays; `backward`: whether it takes a
     gradient; `shards_state`: whether optimizer state of whole parameters lies in parts; `microbatches`: in how many a
-    device differentiates its examples; `remat`: which blocks the graph computes again."""
+    device differentiates its examples; `remat`: which blocks the graph computes again; `under`: what rule sets make of
+    the step beside; None where its leaves stay as they are, and no table goes by rows."""
 
     graph: Graph
     mesh: MeshShape
@@ -50,11 +70,23 @@ class Pricing:
     shards_state: bool = False
     microbatches: int = 1
     remat: tuple[BlockRemat, ...] = ()
+    under: StepUnderRules | None = None
+
+    def graph_under(self, rules: RuleSet = SEARCHED) -> Graph:
+        """Returns the step as `rules` have it, with their padding; without rules as the search has it."""
+        return self.graph if self.under is None else self.under.graph(rules, self.remat)
+
+    def tables_under(
+        self, rules: RuleSet, leaves: Sequence[LeafPlan], batch_axes: Sequence[str]
+    ) -> tuple[RowTable, ...]:
+        """Returns the tables that go by rows under `rules`, which lay out the `leaves` so."""
+        return () if self.under is None else self.under.tables(rules, self.remat, leaves, batch_axes)
 
     def candidate(self, rules: RuleSet, prediction: Prediction) -> Candidate:
         """Returns `rules` with what the `prediction` of them takes."""
         memory, number = prediction.memory, self.microbatches
-        seconds = self.prices.seconds(prediction)
+        tables = self.tables_under(rules, prediction.leaves, prediction.setting.batch_axes)
+        seconds = self.prices.seconds(prediction, tables)
         peak_bytes = memory.peak_bytes
         if self.remat:
             seconds += self.prices.seconds_again(prediction)
@@ -76,17 +108,18 @@ class Pricing:
     def assigned(self, rules: RuleSet) -> Assignment:
         """Returns the layout by `rules`, with state in parts where that is asked for. Raises what `rules.assign` raises
         for rules that do not suit the step."""
-        found = assign(self.graph, rules, self.mesh, self.pins)
+        graph = self.graph_under(rules)
+        found = assign(graph, rules, self.mesh, self.pins)
         if not self.shards_state:
             return found
-        return dataclasses.replace(found, leaves=shard_state(self.graph, found.leaves, self.mesh, found.batch_axes)[0])
+        return dataclasses.replace(found, leaves=shard_state(graph, found.leaves, self.mesh, found.batch_axes)[0])
 
 
 def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
     """Predicts the step under `rules`. Raises what `rules.assign` raises for rules that do not suit it."""
     found = pricing.assigned(rules)
     step = LaidOutStep(
-        pricing.graph,
+        pricing.graph_under(rules),
         found.leaves,
         found.layers,
         pricing.mesh,
@@ -94,7 +127,8 @@ def laid_out(pricing: Pricing, rules: RuleSet) -> Prediction:
         found.replicated_batch,
         rules.saving_axes(pricing.mesh) if pricing.backward else (),
     )
-    return predict_step(step, Manner(pricing.backward))
+    tables = pricing.tables_under(rules, found.leaves, found.batch_axes)
+    return predict_step(step, Manner(pricing.backward, by_rows={table.param: table.gradient_bytes for table in tables}))
 
 
 def answers(pricing: Pricing, groups: Sequence[Group], mode: Mode, budget_bytes: float, effort: Effort) -> list[Answer]:
@@ -183,7 +217,7 @@ def changes(
 
     Groups that have no storage in common are laid out together, each with its value of the same number: what one has
     then is what it would have alone."""
-    graph = pricing.graph
+    graph = pricing.graph_under()
     found: list[list[tuple[LeafPlan, ...]]] = [[()] * len(group.ways) for group in groups]
     owners = _owners(graph, groups)
     linked = {number for numbers in owners.values() if len(numbers) > 1 for number in numbers}
@@ -232,12 +266,17 @@ def network_of(
     changed: Sequence[Sequence[tuple[LeafPlan, ...]]],
 ) -> _Problem:
     """Returns the problem of a choice among what is `changed` by each value of each group."""
-    priced = StepSums(base, pricing.prices)
+    priced, by_rows = StepSums(base, pricing.prices), _SearchedTables(pricing, base)
     least_bytes = float(base.memory.peak_bytes)
     costs, uses, alone = [], [], []
     for number, values in enumerate(changed):
         alone.append([priced.change(base.difference(leaves)) for leaves in values])
-        costs.append(np.array([priced.seconds(each.sums) for each in alone[number]]))
+        has_tables = by_rows.are_in(groups[number])
+        costs.append(
+            np.array([by_rows.seconds(leaves) for leaves in values])
+            if has_tables
+            else np.array([priced.seconds(each.sums) for each in alone[number]])
+        )
         extra = np.array([float(priced.peak_bytes(each)) for each in alone[number]])
         least_bytes += float(extra.min())
         uses.append(MemoryUse(number, 0, 1, extra - extra.min()))
@@ -250,7 +289,33 @@ def network_of(
             pairs.append(Pair(first, second, table))
     names = tuple(group.name for group in groups)
     network = CostNetwork(tuple(costs), tuple(pairs), (Memory("device", 0.0, tuple(uses)),), names)
-    return _Problem(pricing, groups, mode, network, pricing.prices.seconds(base), least_bytes)
+    return _Problem(pricing, groups, mode, network, by_rows.base_seconds, least_bytes)
+
+
+class _SearchedTables:
+    """Prices changes of tables that go by rows: what a change makes of their rows belongs to no sum of the step.
+
+    **Arguments:** `pricing`: of the step. `base`: the prediction of which changes are differences.
+    """
+
+    def __init__(self, pricing: Pricing, base: Prediction) -> None:
+        self._pricing, self._base = pricing, base
+        self._params = frozenset(table.param for table in self._under(base))
+        self.base_seconds = pricing.prices.seconds(base, self._under(base))
+
+    def are_in(self, group: Group) -> bool:
+        """Returns whether some of them are parameters of a `group`."""
+        return any(path in self._params for layer in group.layers for path in layer.params)
+
+    def seconds(self, leaves: Sequence[LeafPlan]) -> float:
+        """Returns the seconds that the step takes longer where some `leaves` are laid out so."""
+        if not leaves:
+            return 0.0
+        changed = self._base.changed(leaves)
+        return self._pricing.prices.seconds(changed, self._under(changed)) - self.base_seconds
+
+    def _under(self, prediction: Prediction) -> tuple[RowTable, ...]:
+        return self._pricing.tables_under(SEARCHED, prediction.leaves, prediction.setting.batch_axes)
 
 
 def _within(network: CostNetwork, least_bytes: float, budget_bytes: float) -> CostNetwork | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from splitjax.cost.prediction import Prediction
+from splitjax.cost.row_tables import RowTable, beside_rows
 from splitjax.cost.time.machine import Machine
 from splitjax.machines import tables
 from splitjax.machines.calibration import Calibration, OperationKind
@@ -94,11 +95,16 @@ class Prices:
             frozenset(axis for axis in links if machine.crosses_processes(axis)),
         )
 
-    def seconds(self, prediction: Prediction) -> float:
-        """Returns the seconds of a predicted step."""
+    def seconds(self, prediction: Prediction, tables: Sequence[RowTable] = ()) -> float:
+        """Returns the seconds of a predicted step. `tables`: those that go by rows, of which a step reads and writes
+        few."""
         memory, mesh = prediction.memory, prediction.setting.mesh
-        sent = self.sending_seconds(prediction.collectives, mesh)
-        return self.of_sums(prediction.compute.flops, memory.state_bytes + memory.activation_bytes, sent)
+        rows = [each for table in tables for each in table.sent]
+        beside = beside_rows(prediction.collectives, {table.param for table in tables})
+        untouched = {leaf for table in tables for leaf in table.leaves}
+        stored = memory.state_bytes - sum(prediction.leaves[leaf].bytes_per_device for leaf in untouched)
+        sent = self.sending_seconds((*beside, *rows), mesh)
+        return self.of_sums(prediction.compute.flops, stored + memory.activation_bytes, sent)
 
     def of_sums(self, flops: int, stored_bytes: int, sending_seconds: float) -> float:
         """Returns the seconds of a step of so many `flops` of a device, with so many bytes of state and activations,

@@ -45,6 +45,7 @@ from splitjax.choosing import (
 from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.kept_choice import KeptChoice
+from splitjax.compile.priced_step import PricedStep
 from splitjax.compile.time import program_time
 from splitjax.errors import MeshError, PinError, SplitjaxError
 from splitjax.mesh import MeshShape, abstract_mesh
@@ -283,9 +284,10 @@ class _Places:
                 errors.append((shape, error))
             else:
                 prices = self._prices(shape)
+                under = PricedStep(self._recipe, shape, functools.partial(self._traced_again, shape))
                 for shards in (False, True) if self._recipe.chooses_state else (self._recipe.shard_state,):
                     backward, number = self._recipe.returns_state, self._recipe.microbatches or 1
-                    pricings.append(Pricing(self.graph, shape, prices, pins, backward, shards, number))
+                    pricings.append(Pricing(self.graph, shape, prices, pins, backward, shards, number, under=under))
         if not pricings:
             raise errors[0][1]
         self._pricings = pricings
@@ -360,6 +362,10 @@ class _Places:
         if remat not in self._again:
             self._again[remat] = self._traced.rematerialised(remat)
         return self._again[remat]
+
+    def _traced_again(self, shape: MeshShape, remat: Remat) -> Traced:
+        """Returns the call on a mesh with blocks computed again, for what rule sets make of it."""
+        return self._traced_with(remat) if remat else self._traced_on(shape)
 
     def built(self, choice: Choice, build: Build[T]) -> Decided[T]:
         """Builds the step as it was chosen."""

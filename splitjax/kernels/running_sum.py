@@ -1,9 +1,8 @@
 """Running sums of integers: the scan below every rank and every list of gaps.
 
-XLA's CPU backend has no scan: its cumulative sum is log n passes over all. Here rows are summed, and then columns are
-added up one after the other, each a sum of vectors that begins with the sums of the rows before ("reduce then scan" of
-Blelloch, "Prefix sums and their applications", 1990). Long inclusive sums go by blocks of eight first, three passes
-each, so that the loop adds up an eighth of the entries.
+XLA's CPU backend has no scan: its cumulative sum is log n passes over all. Here entries are added up within blocks of
+eight, three passes, and then the blocks' totals likewise: an eighth as many at each level ("reduce then scan" of
+Blelloch, "Prefix sums and their applications", 1990).
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from splitjax.kernels._common import ceil_div, dispatch
+from splitjax.kernels.in_memory import in_memory
 
-_BLOCK, _COLUMNS = 8, 128
-# A loop is worth it from here on, and blocks before it from there on.
-_SHORTEST, _LONG = 4 * _COLUMNS, 32 * _COLUMNS
+_BLOCK = 8
+_SHORTEST = 64  # entries that are worth blocks
 
 
 def running_sum(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
@@ -30,12 +28,10 @@ def running_sum(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
     On accelerators XLA's own scan.
     """
     of_all = functools.partial(cumulated, exclusive=exclusive)
-    if values.shape[-1] < _SHORTEST:
+    if values.shape[-1] <= _SHORTEST:
         return of_all(values)
-    is_long = values.shape[-1] >= _LONG and not exclusive
-    return dispatch(
-        by_blocks if is_long else functools.partial(by_columns, exclusive=exclusive), values, tpu=of_all, gpu=of_all
-    )
+    table = lambda values: in_memory(by_blocks(values, exclusive=True))
+    return dispatch(table if exclusive else by_blocks, values, tpu=of_all, gpu=of_all)
 
 
 def cumulated(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
@@ -44,27 +40,17 @@ def cumulated(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
     return sums - values if exclusive else sums
 
 
-def by_columns(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
-    """Evaluates `running_sum` of `values`, `exclusive` or not, as a loop over columns."""
+def by_blocks(values: jax.Array, *, exclusive: bool = False) -> jax.Array:
+    """Evaluates `running_sum` of `values`, `exclusive` or not, by blocks, and of their totals likewise."""
     *lead, n = values.shape
-    num_rows = ceil_div(n, _COLUMNS)
-    rows = jnp.pad(values, [*[(0, 0)] * len(lead), (0, num_rows * _COLUMNS - n)]).reshape(*lead, num_rows, _COLUMNS)
-
-    def add(total: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-        new = total + column
-        return new, total if exclusive else new
-
-    _, sums = lax.scan(add, cumulated(rows.sum(axis=-1, dtype=values.dtype), exclusive=True), jnp.moveaxis(rows, -1, 0))
-    return jnp.moveaxis(sums, 0, -1).reshape(*lead, num_rows * _COLUMNS)[..., :n]
-
-
-def by_blocks(values: jax.Array) -> jax.Array:
-    """Evaluates `running_sum` of `values` by blocks, and by columns over their totals."""
-    *lead, n = values.shape
+    if n <= _SHORTEST:
+        return cumulated(values, exclusive=exclusive)
     num_blocks = ceil_div(n, _BLOCK)
-    sums = jnp.pad(values, [*[(0, 0)] * len(lead), (0, num_blocks * _BLOCK - n)]).reshape(*lead, num_blocks, _BLOCK)
+    given = jnp.pad(values, [*[(0, 0)] * len(lead), (0, num_blocks * _BLOCK - n)]).reshape(*lead, num_blocks, _BLOCK)
+    sums = given
     for shift in (1, 2, 4):
         sums += jnp.pad(sums[..., :-shift], [*[(0, 0)] * (len(lead) + 1), (shift, 0)])
-    totals = sums[..., -1]
-    sums += (by_columns(totals) - totals)[..., None]
+    sums += by_blocks(sums[..., -1], exclusive=True)[..., None]
+    if exclusive:
+        sums -= given
     return sums.reshape(*lead, num_blocks * _BLOCK)[..., :n]

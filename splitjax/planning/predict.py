@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from splitjax._compat import CPU_DROPS_BARRIERS
 from splitjax.cost import LaidOutStep, Manner, Prediction, predict_memory, predict_step, replaced
 from splitjax.cost.loop_sums import loop_sums
+from splitjax.cost.row_tables import beside_rows
 from splitjax.plan import Collective, LeafPlan, Memory, PartialPlan, Plan, Spec, SyncPlan
 from splitjax.planning.draft import Draft
 from splitjax.planning.partial_plan import PartialCosts, PartialExchange
-from splitjax.planning.table_plan import beside_rows, dense_bytes, row_bytes, row_exchange, sync_plans
+from splitjax.planning.table_plan import dense_bytes, row_bytes, row_exchange, sync_plans
 from splitjax.planning.tables.finding import Found
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.waste import find_waste

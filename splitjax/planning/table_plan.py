@@ -6,8 +6,10 @@ Each table is predicted by itself, so that a layout that changes one of them lea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from splitjax.cost.row_tables import ID_BYTES, RowTable
+from splitjax.mesh import MeshShape
 from splitjax.plan import (
     GRADIENT_SUMS,
     ROW_EXCHANGE,
@@ -16,9 +18,11 @@ from splitjax.plan import (
     Purpose,
     PurposeKind,
     SyncPlan,
+    spec_axes,
 )
 from splitjax.planning.observing import OBSERVED_STEPS, TableDecision
 from splitjax.planning.tables.sparse_step import SparseStep
+from splitjax.planning.tables.sync_request import AUTO, SyncRequest
 from splitjax.planning.tables.table_sync import TableSync
 from splitjax.sync.costs.dense import DenseCosts
 from splitjax.sync.costs.exchange import sizes_of
@@ -27,21 +31,6 @@ from splitjax.trace.graph import itemsize
 from splitjax.trace.tables import LookupTable
 
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
-
-# What is sent for a table as a whole array, and is not where it goes by rows.
-_OF_WHOLE_TABLES = frozenset({PurposeKind.GRADIENT, PurposeKind.GRADIENT_HANDED, PurposeKind.STORED_WEIGHT})
-
-
-def beside_rows(sent: Sequence[Collective], by_rows: Collection[str]) -> tuple[Collective, ...]:
-    """Returns those collectives of `sent` that are left where the tables at the paths `by_rows` go by rows.
-
-    The dense exchanges of their gradients are not, nor are the gathers of tables that are stored in pieces: their rows
-    are pulled, or left to XLA, which mostly finds them where they are."""
-    return tuple(
-        collective
-        for collective in sent
-        if not (collective.purpose.leaf in by_rows and collective.purpose.kind in _OF_WHOLE_TABLES)
-    )
 
 
 def row_exchange(sync: SyncPlan, layer: str) -> tuple[Collective, ...]:
@@ -81,6 +70,56 @@ def _row_bytes(table: TableSync, traced: LookupTable) -> int:
         )
     residual = table.num_rows if table.wire_dtype else 0
     return (num_ids + local + moved + residual) * table.row_size * itemsize(table.dtype)
+
+
+def row_tables(
+    step: SparseStep, request: SyncRequest, mesh: MeshShape, batch_axes: Sequence[str]
+) -> tuple[RowTable, ...]:
+    """Returns what the tables of `step` that go by rows store and send before a step was observed. `request`: what is
+    asked for by parameter. `mesh`, `batch_axes`: where the examples lie."""
+    stored, found = row_bytes(step), []
+    for table in step.tables:
+        num_ids = sum(lookup.num_ids for lookup in step.table_of(table).lookups)
+        split = tuple(axis for axis in spec_axes(table.spec[1:]) if axis in batch_axes)
+        may_be_dense = request.of(table.param).scheme == AUTO
+        sent = (*_sent_at_most(table, num_ids, may_be_dense), *_turned(table, num_ids, split, mesh.size(split)))
+        found.append(RowTable(table.param, table.leaves, stored[table.param], sent))
+    return tuple(found)
+
+
+def _sent_at_most(table: TableSync, num_ids: int, may_be_dense: bool) -> tuple[Collective, ...]:
+    """Returns what a worker sends for a table where every one of the `num_ids` lookups finds another row.
+    `may_be_dense`: whether the whole gradient is sent where that is less."""
+    n, axis = table.num_workers, "+".join(table.axes)
+    if n == 1:
+        return ()
+    row = table.row_size * itemsize(table.dtype)
+    rows = min(num_ids // n, table.num_rows)
+    if table.exchange.pulls:
+        # Requests, rows, and their gradients. A worker owns as many of the rows that it reads as any other does.
+        sizes = ((ID_BYTES, Phase.FORWARD), (row, Phase.FORWARD), (row, Phase.BACKWARD))
+        return tuple(_of_rows("all_to_all", axis, rows * (n - 1) // n * size, table, phase) for size, phase in sizes)
+    gathered, whole = (n - 1) * rows * (row + ID_BYTES), 2 * (n - 1) * table.num_rows * row // n
+    if may_be_dense and whole < gathered:
+        return (_of_rows("all_reduce", axis, whole, table),)
+    return (_of_rows("all_gather", axis, gathered, table),)
+
+
+def _turned(table: TableSync, num_ids: int, split: Sequence[str], n: int) -> tuple[Collective, ...]:
+    """Returns what a device sends for a table whose rows are `split` over `n` devices, each with examples of its own.
+
+    All get the ids of all. What each finds in its part of the rows is exchanged for whole rows of its own examples, and
+    gradients the other way round."""
+    if n == 1:
+        return ()
+    axis, rows = "+".join(split), num_ids // n // table.num_workers
+    part = rows * table.row_size * itemsize(table.dtype)
+    turned = (_of_rows("all_to_all", axis, (n - 1) * part, table, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    return (_of_rows("all_gather", axis, (n - 1) * rows * ID_BYTES, table, Phase.FORWARD), *turned)
+
+
+def _of_rows(op: str, axis: str, num_bytes: int, table: TableSync, phase: Phase = Phase.BACKWARD) -> Collective:
+    return Collective(op, axis, num_bytes, table.param, Purpose(PurposeKind.GRADIENT_ROWS, phase, table.param))
 
 
 def sync_plans(

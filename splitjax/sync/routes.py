@@ -83,14 +83,12 @@ def exchange_indices(
         owner = jnp.where(cold, Partition(ownership, num_rows, n).owner(unique), n)
         rank, owned = group_ranks(owner, n)
         has_room = owned.max() <= pull
-    # One flat index, and a column for rows without an owner: twice as fast on CPU as pairs of indices that may be
-    # outside.
-    target = workers * (n + 1) + owner.at[slots].get(mode="fill", fill_value=n, wrap_negative_indices=False)
-    pairs = jnp.zeros((n * (n + 1),), jnp.int32).at[target].add(1, mode="promise_in_bounds").reshape(n, n + 1)[:, :n]
+    held = _by_worker(holders, n)
+    pairs = _rows_of_pairs(held, slots, owner)
     pairs = jnp.where(workers == workers.T, 0, pairs)
     fits = (counts >= 0).all() & (count <= union) & (pairs.max() <= push) & has_room
     fits &= (cold & (owner == n)).sum() == 0  # more rows than all owners have room for
-    return Routes(unique, count, _by_worker(holders, n), owner, jnp.where(is_hot, hot_rank, rank), fits)
+    return Routes(unique, count, held, owner, jnp.where(is_hot, hot_rank, rank), fits)
 
 
 ON_DEVICES: ArrayOperations = ArrayOperations(
@@ -120,9 +118,26 @@ def _holders(slots: Array, union: int) -> Array:
     )
 
 
+def _rows_of_pairs(held: Array, slots: Array, owner: Array) -> Array:
+    """Counts the rows that each worker has of each owner, i32[n, n]: from who has which, as bitmaps by worker and as
+    i32[n, c] slots, and the owner of each."""
+    n = held.shape[0]
+    if n <= WORD_BITS:
+        owners = jnp.where(owner < n, jnp.uint32(1) << jnp.minimum(owner, n).astype(jnp.uint32), 0)
+        common = held[:, None] & _by_worker(owners[None], n)[None]
+        return lax.population_count(common).astype(jnp.int32).sum(axis=-1)
+    # The square of many workers is more than all rows that they have. One flat index, and a column for rows without an
+    # owner: twice as fast on CPU as pairs of indices that may be outside.
+    workers = jnp.arange(n, dtype=jnp.int32)[:, None]
+    target = workers * (n + 1) + owner.at[slots].get(mode="fill", fill_value=n, wrap_negative_indices=False)
+    return jnp.zeros((n * (n + 1),), jnp.int32).at[target].add(1, mode="promise_in_bounds").reshape(n, n + 1)[:, :n]
+
+
 def _by_worker(holders: Array, n: int) -> Array:
     """u32[ceil(n / 32), u] -> u32[n, ceil(u / 32)]: a bitmap over the rows for each worker."""
     padded = jnp.pad(holders, ((0, 0), (0, -holders.shape[1] % WORD_BITS)))
-    workers = jnp.arange(n, dtype=jnp.uint32)
-    bits = padded[workers // WORD_BITS] >> (workers % WORD_BITS)[:, None] & 1
-    return kernels.encode((bits == 1).reshape(-1)).reshape(n, -1)
+    # The rows of a word stand one above the other: on CPU these are sums of vectors, and not within vectors.
+    rows = kernels.in_memory(jnp.moveaxis(padded.reshape(holders.shape[0], -1, WORD_BITS), -1, 1))
+    workers, bit = jnp.arange(n, dtype=jnp.uint32), jnp.arange(WORD_BITS, dtype=jnp.uint32)
+    bits = rows[workers // WORD_BITS] >> (workers % WORD_BITS)[:, None, None] & 1
+    return (bits << bit[:, None]).sum(axis=1, dtype=jnp.uint32)

@@ -262,7 +262,7 @@ def _trained(milliseconds, **facts):
 def test_training_is_compared_in_the_run_with_goals():
     milliseconds = {"dense": 1000.0, "all_gather": 400.0, "blocks": 500.0, "row_exchange": 250.0, "auto": 250.0}
     facts = {"examples": 100, "chosen": {"auto": "row_exchange"}, "losses": [1.0, 0.5], "parameters": "w 3"}
-    facts["first_losses_apart"] = 0.0
+    facts |= {"first_losses_apart": 0.0, "layout": "embedding_owner"}
     found = _trained({**milliseconds, end_to_end.ALONE: 200.0}, **facts)
     one, two = (f"{end_to_end.TORCH_SPARSE}, {threads}" for threads in ("1 thread", "2 threads"))
     beside = _trained({f"{end_to_end.TORCH_DENSE}, 1 thread": 2000.0, one: 350.0, two: 300.0})
@@ -292,6 +292,8 @@ def test_the_models_take_their_batches_and_their_tables_go_by_rows(name, folder)
         state, batch
     )
     assert [one.scheme for one in plan.syncs] == ["row_exchange"] * 2
+    chosen = splitjax.parallelize(made.step, mesh={"data": 2}, **end_to_end.OPTIONS[end_to_end.AUTO])
+    assert len(chosen.plan(state, batch).syncs) == 2 and chosen.choice.best.name
 
 
 def test_local_work_is_all_but_the_update_over_the_transfer():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from splitjax.errors import KernelError
 from splitjax.kernels import FILLER, bitmap_decode, bitmap_encode, decode, encode, encode_ids, running_sum
 from splitjax.kernels.in_memory import behind_loop, in_memory
-from splitjax.kernels.running_sum import by_blocks, by_columns
+from splitjax.kernels.running_sum import by_blocks
 from tests.kernels.interpreting import interpreting
 
 
@@ -96,7 +96,6 @@ def test_running_sums(shape):
     np.testing.assert_array_equal(jax.jit(running_sum)(values), sums)
     np.testing.assert_array_equal(jax.jit(functools.partial(running_sum, exclusive=True))(values), sums - values)
     if values.size:
-        np.testing.assert_array_equal(jax.jit(by_columns)(values), sums)
         np.testing.assert_array_equal(jax.jit(by_blocks)(values), sums)
 
 
