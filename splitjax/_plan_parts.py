@@ -204,12 +204,12 @@ class PlanWarning:
     """Says that a plan wastes something, and what to do about it.
 
     - `kind`: `compute`, where devices repeat each other's products; `whole`, where parameters do not lie as their rules
-      would have them.
-    - `ratio`: for `compute` as `Compute.over_ideal`, for `whole` the share of all parameters, from 0 to 1.
+      would have them; `state`, where moments in blocks stay whole while their parameters are split.
+    - `ratio`: for `compute` as `Compute.over_ideal`, for the others the share of all parameters, from 0 to 1.
     - `message`: what is wasted, and where. `remedy`: what helps.
     """
 
-    kind: Annotated[str, OneOf(("compute", "whole"))]
+    kind: Annotated[str, OneOf(("compute", "whole", "state"))]
     ratio: float
     message: str
     remedy: str

@@ -1,4 +1,5 @@
-"""Finds what a plan wastes: products that devices repeat, and parameters that lie against their rules.
+"""Finds what a plan wastes: products that devices repeat, parameters that lie against their rules, and moments in
+blocks that stay whole.
 
 A laid out and predicted step comes in, `PlanWarning`s come out. Numbers are right in all of these cases, which is why
 somebody has to say it.
@@ -14,6 +15,7 @@ from splitjax.cost.compute import apart_axes, split_axes
 from splitjax.plan import PlanWarning
 from splitjax.planning.draft import Draft
 from splitjax.planning.padding import find_padding
+from splitjax.rules.blocks import in_blocks
 from splitjax.rules.match import axes_text
 
 # A device that computes more than this over its even share is worth a warning.
@@ -33,7 +35,7 @@ def find_waste(draft: Draft, predicted: Prediction) -> tuple[PlanWarning, ...]:
     """Returns the warnings of a plan.
 
     **Arguments:** `draft`: every decision about the step. `predicted`: what its layout costs."""
-    return tuple(filter(None, (_repeated(draft, predicted), _unfit(draft))))
+    return tuple(filter(None, (_repeated(draft, predicted), _unfit(draft), _in_blocks(draft))))
 
 
 def _repeated(draft: Draft, predicted: Prediction) -> PlanWarning | None:
@@ -146,6 +148,35 @@ def _unfit(draft: Draft) -> PlanWarning | None:
     )
     remedy = "change the sizes to ones that divide, or the mesh" + _or_padded(draft, sizes, "what does not divide")
     return PlanWarning("whole", round(share, 4), message, remedy)
+
+
+def _in_blocks(draft: Draft) -> PlanWarning | None:
+    """Warns of state in blocks of flattened parameters that is whole over axes over which its parameter is split, or
+    over which it would be with `shard_state=True`."""
+    graph, mesh, layout = draft.graph, draft.shape, draft.layout
+    planned = {leaf.path: leaf for leaf in layout.leaves}
+    shared = layout.batch_axes if draft.request.shard_state else ()
+    sizes: dict[str, int] = {}
+    over: set[str] = set()
+    for param in graph.params:
+        wanted = {*planned[param.path].axes, *shared}
+        missed = {axis for leaf in in_blocks(graph, param) for axis in wanted - set(planned[leaf.path].axes)}
+        if missed := missed & mesh.wide:
+            sizes[param.path] = param.size
+            over |= missed
+    share = sum(sizes.values()) / max(sum(leaf.size for leaf in graph.params), 1)
+    if share <= MAX_UNFIT:
+        return None
+    axes = axes_text(mesh, [axis for axis in mesh.names if axis in over])
+    message = (
+        f"moments of {100 * share:.3g} % of the parameters stay whole over {axes}: {_largest(sizes)}; they are stored"
+        " flattened, in blocks that are no parts of the dims along which these are split"
+    )
+    remedy = (
+        "let the optimizer cut the last dim of each array into blocks, x.reshape(*x.shape[:-1], -1, size), which lie as"
+        " the array does where their number divides"
+    )
+    return PlanWarning("state", round(share, 4), message, remedy)
 
 
 def _or_padded(draft: Draft, unfit: Collection[str], what: str) -> str:

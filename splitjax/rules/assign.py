@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from splitjax.errors import MeshError, Refusal, RuleError, UnavailableError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LayerPlan, LeafPlan, Spec, spec_entry, spec_text
 from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
+from splitjax.rules.blocks import in_blocks
 from splitjax.rules.decide import decide
 from splitjax.rules.decisions import Axes, Decisions
 from splitjax.rules.match import axes_text, dim_text, divides, sized_text
@@ -355,9 +356,25 @@ def _follow(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf) -> 
             notes.append(f"{dim_text(leaf, dim)} stays whole: {used[0]} already splits another dim")
             mine = ()
         axes.append(mine)
+    if path is not None and leaf.follows == path and (left := _left_whole(graph, mesh, decisions, leaf, axes)):
+        notes.append(left)
     if path is None and mesh.num_devices > 1 and leaf.num_bytes >= LARGE_BYTES:
         notes.append("follows no parameter, so every device holds all of it")
     return tuple(map(spec_entry, axes)), f"follows {path}" if path else "default", "; ".join(notes)
+
+
+def _left_whole(graph: Graph, mesh: MeshShape, decisions: Decisions, leaf: Leaf, axes: Sequence[Axes]) -> str:
+    """Says over which axes state in blocks, with these `axes` per dim, stays whole while its parameter is split; "" for
+    other state, and for none."""
+    decision = decisions.params.get(leaf.follows or "")
+    own = {axis for each in axes for axis in each}
+    missed = [axis for each in decision.axes for axis in each if axis not in own] if decision is not None else []
+    if decision is None or not mesh.present(missed) or leaf not in in_blocks(graph, graph.leaf(decision.path)):
+        return ""
+    return (
+        f"stays whole over {axes_text(mesh, mesh.present(missed))}, over which {decision.path} is split: its blocks are"
+        " no parts of that dim"
+    )
 
 
 def bytes_per_device(leaf: Leaf, spec: Spec, mesh: MeshShape) -> int:

@@ -295,7 +295,8 @@ def _fit(work: _Work, leaf: Leaf, alternative: Alternative, near: Sequence[Leaf]
     picked: dict[int, Axes] = {}
     for ref, names in sorted(alternative, key=lambda pair: pair[0] == LARGEST):  # the largest of what the others leave
         axes = work.mesh.meant(names)
-        dims = [dim for dim in candidates(leaf, ref) if dim not in picked]
+        blocks = work.known.blocks[leaf.path] if ref == LARGEST else ()
+        dims = [dim for dim in candidates(leaf, ref, blocks) if dim not in picked]
         refusals = []
         for dim in dims:
             refusal = _refuse(work, leaf, ref, dim, axes, picked, near)

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.rules.rule import LARGEST, DimRef, Rule, Shape
@@ -147,8 +147,9 @@ def named_params(graph: Graph) -> dict[str, Leaf]:
     return named
 
 
-def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
-    """Returns the positions in `leaf` that a dim reference `ref` may mean, in order of preference.
+def candidates(leaf: Leaf, ref: DimRef, first: Collection[int] = ()) -> list[int]:
+    """Returns the positions in `leaf` that a dim reference `ref` may mean, in order of preference; of the largest dims
+    those in `first` come first.
 
     Empty where the parameter has no such dim.
     """
@@ -156,7 +157,7 @@ def candidates(leaf: Leaf, ref: DimRef) -> list[int]:
         rank = len(leaf.shape)
         return [ref % rank] if -rank <= ref < rank else []
     if ref == LARGEST:
-        return sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
+        return sorted(range(len(leaf.shape)), key=lambda dim: (dim not in first, -leaf.shape[dim]))
     return [dim for dim, name in enumerate(leaf.dim_names) if name == ref]
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+from splitjax.rules.blocks import block_dims
 from splitjax.rules.match import mapped_dims, named_params, param_kinds
 from splitjax.trace.graph import Graph, Leaf
 
@@ -56,6 +57,12 @@ class Parameters:
     def mapped(self) -> Mapping[str, tuple[int, ...]]:
         """By path, the dims along which a parameter can be gathered as each operation needs it (`mapped_dims`)."""
         return {path: mapped_dims(self.graph, leaf) for path, leaf in self.leaves.items()}
+
+    @functools.cached_property
+    def blocks(self) -> Mapping[str, tuple[int, ...]]:
+        """By path, the dims of a parameter that come first where they divide, since the blocks of its moments lie along
+        these alone (`block_dims`)."""
+        return {path: block_dims(self.graph, leaf) for path, leaf in self.leaves.items()}
 
 
 def _labels(leaves: Mapping[str, Leaf], labels: tuple[int, ...]) -> dict[str, dict[int, int]]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Spec, spec_axes, spec_entry
+from splitjax.rules.blocks import block_dims, blocks_cut
 from splitjax.rules.match import axes_text, dim_text, mapped_dims
 from splitjax.trace.graph import Graph, Leaf
 
@@ -45,10 +46,16 @@ def shard_state(
     out: list[LeafPlan] = []
     for leaf in leaves:
         if leaf.role == "param" and leaf.path in trained and (free := _free(leaf, mesh, batch_axes)):
-            prefer = mapped_dims(graph, traced[leaf.path])
-            chosen[leaf.path], missed = spread(leaf.shape, _entries(leaf), free, mesh, prefer)
-            note = "; ".join(filter(None, (leaf.note, _missed(traced[leaf.path], missed, mesh, "its gradient"))))
-            gradient = tuple(map(spec_entry, chosen[leaf.path]))
+            mine = traced[leaf.path]
+            prefer = block_dims(graph, mine), mapped_dims(graph, mine)
+            entries, missed = spread(leaf.shape, _entries(leaf), free, mesh, prefer)
+            gradient = tuple(map(spec_entry, entries))
+            cut = blocks_cut(graph, mine, leaf.spec, gradient, mesh)
+            if cut is None:
+                chosen[leaf.path], said = entries, _missed(mine, missed, mesh, "its gradient")
+            else:
+                gradient, said = leaf.spec, _cut(cut, free, mesh)
+            note = "; ".join(filter(None, (leaf.note, said)))
             leaf = dataclasses.replace(leaf, gradient=None if gradient == leaf.spec else gradient, note=note)
         out.append(leaf)
     by_path = {leaf.path: leaf for leaf in out}
@@ -83,7 +90,7 @@ def _without(graph: Graph, traced: Mapping[str, Leaf], planned: Mapping[str, Lea
 
 
 def spread(
-    shape: Sequence[int], entries: Entries, free: Axes, mesh: MeshShape, prefer: Sequence[int] = ()
+    shape: Sequence[int], entries: Entries, free: Axes, mesh: MeshShape, prefer: Sequence[Sequence[int]] = ()
 ) -> tuple[Entries, Axes]:
     """Adds axes to the dims of an array: all of them to one dim if one divides by them, else each, the largest
     first, to whatever dim divides by it.
@@ -94,14 +101,16 @@ def spread(
     - `entries`: per dim the axes that it has, major first.
     - `free`: the axes to add.
     - `mesh`: the mesh's shape.
-    - `prefer`: dims that come first; then those that are whole, then the largest part.
+    - `prefer`: dims that come first, those of the first sequence before all others; then those that are whole, then the
+      largest part.
 
     **Returns** the entries and the axes that fit nowhere: nothing divides by them, or they would come behind axes that
     the mesh lists after them, beside another split dim, which XLA's partitioner computes wrongly.
     """
 
     def with_axes(entries: Entries, axes: Axes) -> Entries | None:
-        for dim in sorted(range(len(shape)), key=lambda dim: (dim not in prefer, bool(entries[dim]), -shape[dim], dim)):
+        rank = lambda dim: (*(dim not in dims for dims in prefer), bool(entries[dim]), -shape[dim], dim)
+        for dim in sorted(range(len(shape)), key=rank):
             wider = (*entries[:dim], (*entries[dim], *axes), *entries[dim + 1 :])
             if shape[dim] % mesh.size(wider[dim]) == 0 and is_in_order(wider, mesh):
                 return wider
@@ -208,6 +217,15 @@ def _missed(leaf: Leaf, axes: Axes, mesh: MeshShape, what: str) -> str:
             f" lists {' and '.join(axes)} last may do"
         )
     return f"sharded state: {what} stays whole over {axes_text(mesh, axes)}, by which nothing of it divides ({dims})"
+
+
+def _cut(state: Leaf, axes: Axes, mesh: MeshShape) -> str:
+    """Says over which axes a parameter's gradient and state stay whole, since the parts of the gradient cut through the
+    blocks of `state`."""
+    return (
+        f"sharded state: its gradient and what follows it stay whole over {axes_text(mesh, axes)}: the blocks of"
+        f" {state.path} {state.shape} are no parts of any of its dims"
+    )
 
 
 def _notes(

@@ -7,7 +7,8 @@ weight is gathered over these axes where it is used, and over no others.
 Only what a product or a lookup reads is stored: a bias or a scale costs a message to gather, and saves little. The axes
 go to a dim that the computation leaves whole, since a part of a part would be scattered over the gathered weight. Of
 these a dim comes first along which every operation can gather the weight as it needs it (in a weight that holds the
-layers of a loop not the dim of the layers), then the largest.
+layers of a loop not the dim of the layers), of these one that the blocks of an 8-bit optimizer's moments lie along,
+then the largest.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class _Storing:
     def _placed(self, leaf: Leaf, axes: Axes) -> bool:
         """Stores a parameter, and what shares its storage, over `axes` along one dim; returns whether one fits."""
         labels, mapped = self._known.hard[leaf.path], self._known.mapped[leaf.path]
-        for dim in sorted(labels, key=lambda dim: (dim not in mapped, -leaf.shape[dim], dim)):
+        blocks = self._known.blocks[leaf.path]
+        for dim in sorted(labels, key=lambda dim: (dim not in mapped, dim not in blocks, -leaf.shape[dim], dim)):
             label = labels[dim]
             if label in self._pinned:
                 continue

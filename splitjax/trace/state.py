@@ -111,7 +111,8 @@ def _common_ending(a: str, b: str) -> int:
 
 
 def follow(leaves: Sequence[Leaf], classes: Classes) -> list[Leaf]:
-    """Gives every state leaf whose dims are hard-tied to a parameter's the role `optimizer` and that parameter's path.
+    """Gives every state leaf whose dims are hard-tied to a parameter's the role `optimizer` and that parameter's path;
+    so it does with blocks that hold a parameter flattened and filled up, which share no dim with it.
 
     `leaves` are all leaves in flat order, and `classes` the dim classes; the leaves come back in order. Where
     several parameters share the class, the one with most dims in common wins, then equal shape, then path ending.
@@ -137,5 +138,32 @@ def follow(leaves: Sequence[Leaf], classes: Classes) -> list[Leaf]:
                     ),
                 )
                 leaf = dataclasses.replace(leaf, role="optimizer", follows=best.path)
+        if leaf.role == "statistic" and leaf.is_state and (padded := _padded_of(leaf, params)) is not None:
+            leaf = dataclasses.replace(leaf, role="optimizer", follows=padded.path)
         out.append(leaf)
     return out
+
+
+def _padded_of(leaf: Leaf, params: Sequence[Leaf]) -> Leaf | None:
+    """Returns the parameter that `leaf` holds in blocks, flattened and filled up to the last of them, by the names that
+    their paths have in common; None where it holds none."""
+    if len(leaf.shape) != 2 or leaf.shape[-1] < 2:
+        return None
+    names = leaf.path.split("/")
+    scores = [
+        (_common_run(param.path.split("/")[1:], names), param)
+        for param in params
+        if param.size < leaf.size < param.size + leaf.shape[-1]
+    ]
+    best = max((score for score, _ in scores), default=0)
+    found = [param for score, param in scores if score == best]
+    return found[0] if best and len(found) == 1 else None
+
+
+def _common_run(ending: Sequence[str], names: Sequence[str]) -> int:
+    """Counts the names at the end of `ending` that stand in `names` one after the other."""
+    for length in range(len(ending), 0, -1):
+        run = list(ending[-length:])
+        if any(list(names[at : at + length]) == run for at in range(len(names) - length + 1)):
+            return length
+    return 0
