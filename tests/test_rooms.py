@@ -80,6 +80,7 @@ ROOMS = (
 )
 SAME_ROOM = {
     "_plan_explained": "plan",
+    "_layout_names": "plan",
     "_plan_differences": "plan",
     "_plan_json": "plan",
     "_plan_parts": "plan",

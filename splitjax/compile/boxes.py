@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from splitjax._layout_names import box_type
 from splitjax.plan import Spec
-from splitjax.step.said import box_type, entries_of, is_logical, logical_rules, users_box, with_layout
+from splitjax.step.said import entries_of, is_logical, logical_rules, users_box, with_layout
 
 
 def name_layout(states: Any, shardings: Any) -> Any:

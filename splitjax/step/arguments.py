@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
+from splitjax._layout_names import Written, written_names
 from splitjax.errors import BatchError, StateError, TraceError
 from splitjax.step.positions import ArgumentRoles, Default, step_name, with_static_defaults
 from splitjax.trace.flow import Argument
@@ -33,11 +34,14 @@ class Signature:
     - `tree`: the structure of the arguments that are not static.
     - `avals`: shape, dtype and weak type of their leaves.
     - `static`: (position, value) of the static arguments.
+    - `written`: (position, what their users wrote) of arguments with boxes of Flax Linen that name layouts; `tree` is
+      the same for names of a user's.
     """
 
     tree: TreeStructure
     avals: tuple[Aval, ...]
     static: tuple[tuple[int, Any], ...]
+    written: tuple[tuple[int, tuple[Written, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +82,7 @@ def bind(fn: Callable[..., Any], options: ArgumentRoles, args: tuple[Any, ...]) 
             )
     leaves: list[Any] = []
     arguments: list[Argument] = []
-    spans, static = [], []
+    spans, static, written = [], [], []
     for number, arg in enumerate(args):
         start = len(leaves)
         if number in options.static_argnums:
@@ -92,9 +96,11 @@ def bind(fn: Callable[..., Any], options: ArgumentRoles, args: tuple[Any, ...]) 
             arguments.append(Argument(leaf_path(options, number, path), is_state, is_batch))
             leaves.append(leaf)
         spans.append((start, len(leaves)))
+        if names := written_names(arg):
+            written.append((number, names))
     tree = jax.tree.structure([arg for number, arg in enumerate(args) if number not in options.static_argnums])
     avals = tuple(describe(leaf, argument.path) for leaf, argument in zip(leaves, arguments, strict=True))
-    signature = Signature(tree, avals, tuple(static))
+    signature = Signature(tree, avals, tuple(static), tuple(written))
     return Bound(tuple(args), tuple(leaves), tuple(spans), signature, tuple(arguments))
 
 

@@ -8,41 +8,16 @@ looked for only where Flax is loaded: whoever has none needs no Flax.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from splitjax._layout_names import LayoutNames, LogicalRules, box_type
 from splitjax.plan import Spec, SpecEntry
 from splitjax.rules.pins import OPEN, Said
 from splitjax.step.arguments import Bound
-
-LogicalRules = tuple[tuple[str, Any], ...]
-
-
-class LayoutNames(tuple[SpecEntry, ...]):
-    """Holds the names that splitjax writes into a box of Linen, so that Flax reads there how the array lies, and what
-    the user wrote in their place. To Flax they are a tuple of names as any other; splitjax reads the user's alone.
-
-    **Attributes:** `users`: fields of the box and their values as the user wrote them. `logical`: the logical axis
-    rules that were in force for them; None without any.
-    """
-
-    users: tuple[tuple[str, Any], ...]
-    logical: LogicalRules | None
-
-    def __new__(
-        cls, names: Iterable[SpecEntry], users: tuple[tuple[str, Any], ...], logical: LogicalRules | None
-    ) -> LayoutNames:
-        """Makes the `names` of a layout that stand in place of `users`."""
-        made = super().__new__(cls, names)
-        made.users, made.logical = users, logical
-        return made
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """Returns what a copy, or what was pickled, is made of."""
-        return tuple(self), self.users, self.logical
 
 
 def said_of(bound: Bound, mesh: Mesh | AbstractMesh | None) -> tuple[Said, ...]:
@@ -86,12 +61,6 @@ def logical_rules(own: Sequence[Any] | None, is_first: bool = False) -> LogicalR
     context = () if spmd is None else tuple(spmd.get_logical_axis_rules() or ())
     rules = tuple(own or ()) if is_first and own else (*context, *(own or ()))
     return tuple((name, meant) for name, meant in rules) or None
-
-
-def box_type() -> type | None:
-    """Returns the type of Flax Linen's boxes that name dims; None where Flax is not loaded."""
-    meta = sys.modules.get("flax.core.meta")
-    return None if meta is None else meta.Partitioned
 
 
 def is_logical(box: Any) -> bool:

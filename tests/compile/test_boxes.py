@@ -150,3 +150,23 @@ def test_what_splitjax_wrote_is_taken_back_and_travels():
     for box in (said["b"], copy.deepcopy(said["b"]), pickle.loads(pickle.dumps(said["b"]))):
         back = name_layout({"b": box}, {"b": box.replace(value=NamedSharding(mesh, P("data")))})
         assert (back["b"].names, back["b"].rules) == (("embed", "mlp"), rules)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_names_of_a_user_and_those_of_a_layout_are_planned_apart(is_first):
+    init, fn = linen("logical", ("embed", "mlp"))
+    named = splitjax.parallelize(fn, mesh=mesh_of(), rules="megatron").init(init, jax.random.key(0), example=(BATCH,))
+    users = jax.tree.map(
+        lambda box: box.replace(names=tuple(box.names)) if isinstance(box, nn.Partitioned) else box,
+        jax.eval_shape(lambda state: state, named),
+        is_leaf=lambda node: isinstance(node, nn.Partitioned),
+    )
+    bare = jax.eval_shape(lambda state: state, named)
+    assert jax.tree.structure(bare) == jax.tree.structure(users)
+    whole = splitjax.parallelize(fn, mesh=mesh_of(), rules="data_parallel")
+    plans = {
+        name: reasons(whole, state)
+        for name, state in ({"users": users, "bare": bare} if is_first else {"bare": bare, "users": users}).items()
+    }
+    assert plans["users"]["params/kernel/value"].startswith("pinned by nn.with_logical_partitioning")
+    assert plans["bare"]["params/kernel/value"] == "all"
