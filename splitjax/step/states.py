@@ -7,11 +7,12 @@ it the program donates old states, lays new ones out like them, and knows which 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from splitjax._layout_names import written_names
 from splitjax.errors import StateError
 from splitjax.step.arguments import Bound, TreeStructure
 from splitjax.step.positions import ArgumentRoles
@@ -83,6 +84,34 @@ def match_states(options: ArgumentRoles, bound: Bound, result: Any) -> dict[int,
             raise changed
         matched.update((start + k, chosen.start + k) for k in range(stop - start))
     return matched
+
+
+def as_given(options: ArgumentRoles, bound: Bound, result: Any, matched: Mapping[int, int]) -> Any:
+    """Returns the `result` of a step with its states in the nodes that they came in. Nodes that are equal may hold
+    other values: `nn.scan` of Flax makes the boxes of mutable variables anew, with the names that stand in them and
+    without those that their user wrote (`_layout_names`).
+
+    The arguments are those of `match_states`; `matched`: what that returned."""
+    leaves, whole = jax.tree.flatten(result)
+    places = list(_places(whole, (), 0))
+    for number in options.state_argnums:
+        start, stop = bound.spans[number]
+        if not written_names(bound.args[number]) or start not in matched:
+            continue
+        tree, first = jax.tree.structure(bound.args[number]), matched[start]
+        place = next((place for place in places if place.start == first and place.tree == tree), None)
+        if place is not None:
+            result = _replaced(result, place.positions, jax.tree.unflatten(tree, leaves[first : first + stop - start]))
+    return result
+
+
+def _replaced(node: Any, positions: Sequence[int], new: Any) -> Any:
+    """Returns a pytree with the node at `positions`, as `_Place` has them, replaced by `new`."""
+    if not positions:
+        return new
+    children, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    children[positions[0]] = _replaced(children[positions[0]], positions[1:], new)
+    return jax.tree.unflatten(tree, children)
 
 
 def _places(tree: TreeStructure, positions: tuple[int, ...], start: int) -> Iterator[_Place]:

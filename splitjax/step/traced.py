@@ -37,7 +37,7 @@ from splitjax.step.microbatches import in_microbatches
 from splitjax.step.positions import ArgumentRoles, call_with, in_place_of, keyword_only
 from splitjax.step.remat.rematerialising import Remat, rematerialised, resolved
 from splitjax.step.said import said_of
-from splitjax.step.states import match_states
+from splitjax.step.states import as_given, match_states
 from splitjax.step.stopping import LineChange, with_line_change
 from splitjax.trace.graph import Graph
 from splitjax.trace.tracer import build_graph
@@ -171,6 +171,7 @@ def trace_step(
     remat, jaxpr = resolved(jaxpr, wanted), as_asked(jaxpr)
     if matched is None:
         matched = match_states(step.options, bound, result) if step.returns_state else {}
+    result = as_given(step.options, bound, result, matched)
     retrace = lambda leaves: as_asked(trace(leaves)[0])
     graph = build_graph(jaxpr, bound.arguments, matched)
     resized = resized_trace(bound, retrace, [leaf.example_dim for leaf in graph.leaves])

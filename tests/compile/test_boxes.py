@@ -152,6 +152,45 @@ def test_what_splitjax_wrote_is_taken_back_and_travels():
         assert (back["b"].names, back["b"].rules) == (("embed", "mlp"), rules)
 
 
+class Scanned(nn.Module):
+    """Layers in a loop, each with an average in a box, which is rebuilt as it goes in and comes out."""
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(module, x, _):
+            x = nn.Dense(16)(x)
+            average = module.variable("averages", "mean", nn.with_logical_partitioning(lambda: jnp.zeros(16), ("mlp",)))
+            if module.is_mutable_collection("averages"):
+                average.value = 0.9 * average.value + 0.1 * x.mean(0)
+            return jnp.tanh(x), None
+
+        names = {nn.PARTITION_NAME: "layers"}
+        axes = {"params": 0, "averages": 0}
+        loop = nn.scan(layer, variable_axes=axes, split_rngs={"params": True}, length=4, metadata_params=names)
+        return loop(self, x, None)[0]
+
+
+def test_names_survive_a_loop_over_layers_that_makes_their_boxes_anew():
+    def fn(state, batch):
+        def loss_of(params):
+            variables = {"params": params, "averages": state["averages"]}
+            out, new = Scanned().apply(variables, batch, mutable=["averages"])
+            return jnp.mean(out**2), new
+
+        (loss, new), grads = splitjax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        return loss, {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), **new}
+
+    first = splitjax.parallelize(fn, mesh=mesh_of(), rules="megatron")
+    second = splitjax.parallelize(fn, mesh=mesh_of(data=4, tp=2), rules="megatron", donate=False)
+    with nn.logical_axis_rules((("mlp", "tensor"),)):  # a role: the box comes to name the axis
+        state = first.init(lambda key: Scanned().init(key, BATCH), jax.random.key(0), example=(BATCH,))
+        _, state = first(state, BATCH)
+        assert state["averages"]["mean"].names == ("layers", "model")
+        place = reasons(second, state)["averages/mean/value"]
+    assert place == "pinned by nn.with_logical_partitioning of averages.mean"
+    assert dict(state["averages"]["mean"].names.users)["names"] == ("layers", "mlp")
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_names_of_a_user_and_those_of_a_layout_are_planned_apart(is_first):
     init, fn = linen("logical", ("embed", "mlp"))
