@@ -83,8 +83,8 @@ def _write_memory(memory: Memory) -> dict[str, Any]:
     return fields if memory.bound_bytes is None else {**fields, **simulated}
 
 
-# A leaf without padding is written as it was before there was any.
-LEAF_FORM: Form[LeafPlan] = without_nones("logical")
+# A leaf without padding, whose examples lead, is written as it was before there was either.
+LEAF_FORM: Form[LeafPlan] = without_nones("logical", "example_dim")
 # Without a bound it is written as it was before there were bounds.
 MEMORY_FORM: Form[Memory] = Form(_write_memory)
 # The sentence `why` is written for who reads the text; what counts on the way in is the purpose. A collective of
@@ -128,6 +128,13 @@ def check(plan: PlanParts) -> None:
             _fail("two leaves have the same path", leaf.path, f"{place}.path", "keep one of the two")
         leaves[leaf.path] = leaf
         _check_spec(leaf, leaf.spec, plan.mesh, f"{place}.spec")
+        if leaf.example_dim is not None and leaf.example_dim >= len(leaf.shape):
+            _fail(
+                f"the dim of examples is none of {len(leaf.shape)} dims",
+                leaf.example_dim,
+                f"{place}.example_dim",
+                "give one of its dims, or leave it out for the first",
+            )
         if leaf.gradient is not None:
             _check_spec(leaf, leaf.gradient, plan.mesh, f"{place}.gradient")
     for i, axis in enumerate(plan.batch_axes):

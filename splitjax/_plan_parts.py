@@ -69,6 +69,8 @@ class LeafPlan:
     - `gradient`: onto what a parameter's gradient is summed, with its optimizer state; None: as the parameter.
     - `logical`: the shape that the step knows, where the array is stored with zeros behind it (`uneven="pad"`); None
       where that is `shape`.
+    - `example_dim`: of a batch, the dim that holds examples, where others count steps or microbatches before it; None
+      for the first.
     """
 
     path: str
@@ -82,6 +84,7 @@ class LeafPlan:
     bytes_per_device: Count = 0
     gradient: Spec | None = None
     logical: tuple[Count, ...] | None = None
+    example_dim: Count | None = None
 
     @property
     def padding_bytes(self) -> int:

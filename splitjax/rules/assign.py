@@ -334,6 +334,7 @@ def _leaf(graph: Graph, mesh: MeshShape, decisions: Decisions, wanted: tuple[str
         rule,
         note,
         bytes_per_device(leaf, spec, mesh),
+        example_dim=leaf.example_dim or None,
     )
 
 

@@ -56,7 +56,8 @@ def examples_text(plan: Plan) -> str:
     split."""
     whole = " x ".join(plan.batch_axes)
     arrays = [leaf for leaf in plan.leaves if leaf.role == "batch" and leaf.shape]
-    if len({leaf.shape[0] for leaf in arrays}) > 1 and any(set(leaf.axes) - set(plan.batch_axes) for leaf in arrays):
+    numbers = {leaf.shape[leaf.example_dim or 0] for leaf in arrays}
+    if len(numbers) > 1 and any(set(leaf.axes) - set(plan.batch_axes) for leaf in arrays):
         return "arrays of the batch lie one by one; what is sent over axes of some of them alone is not predicted"
     if not whole:
         return "every device has all examples"
