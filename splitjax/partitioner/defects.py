@@ -7,6 +7,8 @@ program computes other numbers than the whole one, without a word, or the compil
 operation, under which condition, in which versions, and what splitjax does instead. `trace` marks the operations of a
 step that a row covers (`Graph.suspects`), `lower` applies the row's action to them, and the plan notes it.
 
+What a row asks of an operation is a function of `touches.py`.
+
 Rows are found by `python -m benchmarks partitioner`, which compares drawn programs with one device; each has a test
 that passes with the remedy, and fails once XLA alone is right, so that the row can go.
 """
@@ -15,14 +17,26 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from splitjax.primitives.operation import Trait
-from splitjax.primitives.table import OPERATIONS
-
-Shape = tuple[int, ...]
-Touched = Mapping[int, tuple[int, ...]]  # operand position (-1 for the first result) -> dims
+from splitjax.partitioner.touches import (
+    BITWISE,
+    SCATTERS,
+    WINDOWS,
+    Operation,
+    Touched,
+    batched_indices,
+    convolution,
+    dilated_and_cut,
+    grouped,
+    indexed,
+    no_operation,
+    reduced,
+    strided_to_one,
+    transformed,
+    unbounded_starts,
+    upper_half,
+)
 
 
 class Action(enum.Enum):
@@ -43,24 +57,6 @@ class Action(enum.Enum):
     ORDER = "order"
     PIN = "pin"
     REFUSE = "refuse"
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """Describes an operation of a traced step, as far as rows ask for it.
-
-    - `primitive`, `params`: the name of its primitive, and the equation's parameters.
-    - `operands`, `results`: their shapes.
-    - `literals`: the operands that are numbers in the program, by position.
-    - `dtypes`: of the operands; empty where they are not known.
-    """
-
-    primitive: str
-    params: Mapping[str, Any]
-    operands: tuple[Shape, ...]
-    results: tuple[Shape, ...]
-    literals: Mapping[int, Any]
-    dtypes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,148 +90,6 @@ class Defect:
     beside_examples: bool = False
 
 
-def _no_operation(operation: Operation) -> Touched:
-    """Is for rows that are seen to where layouts are decided, whatever the operation."""
-    return {}
-
-
-def _all_dims(operation: Operation) -> Touched:
-    """Returns all dims of operands and first result."""
-    shapes = {**dict(enumerate(operation.operands)), -1: operation.results[0]}
-    return {position: tuple(range(len(shape))) for position, shape in shapes.items()}
-
-
-def _grouped(operation: Operation) -> Touched:
-    """Returns all dims of a convolution with groups."""
-    if operation.primitive != "conv_general_dilated":
-        return {}
-    groups = max(operation.params["feature_group_count"], operation.params["batch_group_count"])
-    return _all_dims(operation) if groups > 1 else {}
-
-
-def _convolution(operation: Operation) -> Touched:
-    """Returns all dims of a convolution."""
-    return _all_dims(operation) if operation.primitive == "conv_general_dilated" else {}
-
-
-def _transformed(operation: Operation) -> Touched:
-    """Returns all dims of a Fourier transform."""
-    return _all_dims(operation) if operation.primitive == "fft" else {}
-
-
-# Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start
-# index.
-_WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
-_SCATTERS = OPERATIONS.with_trait(Trait.WRITES) - {"dynamic_update_slice"}
-_BITWISE = OPERATIONS.with_trait(Trait.BITWISE)
-
-
-def _unbounded_starts(operation: Operation) -> Touched:
-    """Returns the dims of which a dynamic slice takes or writes a part that starts at an index that the program
-    computes."""
-    if operation.primitive not in _WINDOWS:
-        return {}
-    window, first = _WINDOWS[operation.primitive]
-    sizes = operation.params["slice_sizes"] if window is None else operation.operands[window]
-
-    def is_safe(dim: int) -> bool:
-        largest, start = operation.operands[0][dim] - sizes[dim], operation.literals.get(first + dim)
-        return largest == 0 or (start is not None and 0 <= int(start) <= largest)
-
-    dims = tuple(dim for dim in range(len(sizes)) if not is_safe(dim))
-    return {0: dims, -1: dims} if dims else {}
-
-
-def _dilated_and_cut(operation: Operation) -> Touched:
-    """Returns the dims that a pad dilates and cuts at their beginning, but not between two elements of the operand."""
-    if operation.primitive != "pad":
-        return {}
-    config = operation.params["padding_config"]
-    dims = tuple(dim for dim, (low, _, interior) in enumerate(config) if low < 0 and -low % (interior + 1))
-    return {0: dims, -1: dims} if dims else {}
-
-
-def _strided_to_one(operation: Operation) -> Touched:
-    """Returns the dims of which a strided slice takes one element."""
-    if operation.primitive != "slice" or not operation.params["strides"]:
-        return {}
-    dims = tuple(
-        dim
-        for dim, (stride, taken, size) in enumerate(
-            zip(operation.params["strides"], operation.results[0], operation.operands[0], strict=True)
-        )
-        if stride > 2 and taken == 1 < size
-    )
-    return {0: dims} if dims else {}
-
-
-def _upper_half(operation: Operation) -> Touched:
-    """Returns all dims of an upper half of a product."""
-    return _all_dims(operation) if operation.primitive == "mulhi" else {}
-
-
-def _indexed(operation: Operation) -> Touched:
-    """Returns the dims that a lookup (whose gradient is a scatter) or a scatter has from its indices."""
-    if operation.primitive == "gather":
-        rows = len(operation.results[0])
-        offsets = operation.params["dimension_numbers"].offset_dims
-        return _without_none(
-            {1: range(len(operation.operands[1]) - 1), -1: [dim for dim in range(rows) if dim not in offsets]}
-        )
-    if operation.primitive in _SCATTERS:
-        rows = len(operation.operands[2])
-        windows = operation.params["dimension_numbers"].update_window_dims
-        return _without_none(
-            {1: range(len(operation.operands[1]) - 1), 2: [dim for dim in range(rows) if dim not in windows]}
-        )
-    return {}
-
-
-def _batched_indices(operation: Operation) -> Touched:
-    """Returns the dims that a lookup or a scatter with dims of its own indices for each entry of a batch has from these
-    indices, unless they are of 32 bits with a sign; and the sorted dim of a sort of floats, whose gradient is such a
-    scatter."""
-    if operation.primitive == "sort":
-        if not any("float" in dtype for dtype in operation.dtypes):
-            return {}  # it has no gradient
-        dims = (operation.params["dimension"],)
-        count = len(operation.operands)
-        return dict.fromkeys((*range(count), *range(-count, 0)), dims)
-    touched = _indexed(operation)
-    if not touched or operation.dtypes[1:2] in ((), ("int32",)):
-        return {}
-    numbers, is_gather = operation.params["dimension_numbers"], operation.primitive == "gather"
-    batching = numbers.start_indices_batching_dims if is_gather else numbers.scatter_indices_batching_dims
-    if not batching:
-        return {}
-    # Along the dims that are from the indices, in order, the parts of the array lie as the indices do.
-    return _without_none(
-        {
-            position: [dim for number, dim in enumerate(dims) if number not in batching]
-            for position, dims in touched.items()
-        }
-    )
-
-
-def _without_none(touched: Mapping[int, Iterable[int]]) -> Touched:
-    """Leaves out the positions without dims."""
-    return {position: tuple(dims) for position, dims in touched.items() if tuple(dims)}
-
-
-def _reduced(operation: Operation) -> Touched:
-    """Returns the dims that a reduction without a collective of its own sums up: bitwise ones, and those with a
-    computation of the user's."""
-    if operation.primitive in _BITWISE:
-        return {0: tuple(operation.params["axes"])}
-    if operation.primitive == "reduce":
-        return {
-            position: tuple(operation.params["dimensions"])
-            for position, shape in enumerate(operation.operands)
-            if shape
-        }
-    return {}
-
-
 _EVALUATED_LOCALLY = (
     "each device convolves its own examples and groups, and sums what it contributes by planned collectives"
 )
@@ -260,7 +114,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
         action=Action.LOCAL,
-        touches=_grouped,
+        touches=grouped,
     ),
     Defect(
         name="convolution",
@@ -279,7 +133,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy=_EVALUATED_LOCALLY,
         action=Action.LOCAL,
-        touches=_convolution,
+        touches=convolution,
     ),
     Defect(
         name="fourier-transform",
@@ -294,7 +148,7 @@ DEFECTS: tuple[Defect, ...] = (
         remedy="each device transforms its own examples; a transformed dim that is split is brought together by planned"
         " collectives",
         action=Action.LOCAL,
-        touches=_transformed,
+        touches=transformed,
     ),
     Defect(
         name="axes-out-of-mesh-order",
@@ -310,7 +164,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="axes that split one dim together are listed in the order of the mesh",
         action=Action.ORDER,
-        touches=_no_operation,
+        touches=no_operation,
     ),
     Defect(
         name="contracted-axis-in-result",
@@ -324,7 +178,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="what such a product reads and gives lies as its weight does while it is used, forward and backward",
         action=Action.PIN,
-        touches=_no_operation,
+        touches=no_operation,
     ),
     Defect(
         name="start-index-out-of-range",
@@ -335,7 +189,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="start indices are brought into their range before XLA sees them",
         action=Action.REWRITE,
-        touches=_unbounded_starts,
+        touches=unbounded_starts,
     ),
     Defect(
         name="dilated-pad-with-negative-edge",
@@ -346,7 +200,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="the edge is cut off in a step of its own",
         action=Action.REWRITE,
-        touches=_dilated_and_cut,
+        touches=dilated_and_cut,
     ),
     Defect(
         name="strided-slice-of-one-element",
@@ -357,7 +211,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="the element is taken with stride 1",
         action=Action.REWRITE,
-        touches=_strided_to_one,
+        touches=strided_to_one,
     ),
     Defect(
         name="reduction-without-collective",
@@ -368,7 +222,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="the reduced dims are gathered for it",
         action=Action.WHOLE,
-        touches=_reduced,
+        touches=reduced,
     ),
     Defect(
         name="unevenly-split-batched-indices",
@@ -385,7 +239,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="dims of indices that some axis of the mesh does not divide are kept whole",
         action=Action.WHOLE,
-        touches=_batched_indices,
+        touches=batched_indices,
         uneven=True,
         beside_examples=True,
     ),
@@ -398,7 +252,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy and GSPMD",
         remedy="dims of indices that some axis of the mesh does not divide are kept whole",
         action=Action.WHOLE,
-        touches=_indexed,
+        touches=indexed,
         uneven=True,
     ),
     Defect(
@@ -414,7 +268,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="GSPMD",
         remedy="the plan is refused: Shardy, which JAX uses unless it is told otherwise, has to be on",
         action=Action.REFUSE,
-        touches=_no_operation,
+        touches=no_operation,
     ),
     Defect(
         name="high-half-of-product",
@@ -425,7 +279,7 @@ DEFECTS: tuple[Defect, ...] = (
         partitioners="Shardy",
         remedy="the plan is refused",
         action=Action.REFUSE,
-        touches=_upper_half,
+        touches=upper_half,
     ),
 )
 
@@ -448,9 +302,9 @@ COVERED: frozenset[str] = frozenset(
         "gather",
         "slice",
         "sort",
-        *_SCATTERS,
-        *_WINDOWS,
-        *_BITWISE,
+        *SCATTERS,
+        *WINDOWS,
+        *BITWISE,
     }
 )
 
