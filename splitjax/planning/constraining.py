@@ -94,7 +94,7 @@ def constrain(draft: Draft) -> Draft:
         (
             *constraints,
             *row_inputs,
-            *pin_joined_outputs(graph, chain),
+            *pin_joined_outputs(graph, chain, layout.batch_axes),
             *leaving,
             *pin_met(graph, chain, layout.batch_axes),
             *pin_shared_heads(graph, chain, layout.batch_axes),

@@ -243,6 +243,27 @@ def test_scores_that_are_put_in_order_are_gathered_once():
     assert report.missing == () and set(beside) <= {("all_gather", "data")}
 
 
+def test_what_is_put_in_order_keeps_its_examples_where_the_layer_has_them():
+    """XLA dealt the examples out over the columns' axis, too, in place of the planned gather: the layer behind has them
+    so."""
+
+    def loss(params, batch):
+        best, _ = jax.lax.top_k(jnp.tanh(batch["x"] @ params["columns"]), 4)
+        return jnp.mean((best @ params["last"] - batch["y"]) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"columns": jax.random.normal(keys[0], (48, 32)) / 8, "last": jnp.ones((4, 8))}
+    batch = {"x": jax.random.normal(keys[1], (16, 48)), "y": jnp.ones((16, 8))}
+    rules = splitjax.RuleSet("columns", (splitjax.Rule("by", kind="dense", shard=[{"out": "model"}], ties="hard"),))
+    mesh = {"data": 2, "model": 4}
+    parallel = splitjax.parallelize(stepping(splitjax.value_and_grad, loss), mesh=mesh, rules=rules, donate=False)
+    assert [(one.layer, one.bytes) for one in gathers(parallel.plan(params, batch))][:1] == [("columns", 3 * 8 * 8 * 4)]
+    assert parallel.report(params, batch).missing == ()
+    alone = jax.jit(stepping(jax.value_and_grad, loss))(params, batch)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, parallel(params, batch), alone)
+
+
 def test_the_largest_of_a_vocabulary_are_taken_where_its_columns_lie():
     """Of many columns the best few are less than all of them."""
 

@@ -20,21 +20,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from splitjax.cost.flow import WeightFlow, feeding
+from splitjax.cost.flow import Axes, WeightFlow, feeding
 from splitjax.plan import Constraint, spec_entry
 from splitjax.planning.sites.constraints import FREE
 from splitjax.primitives.walk import Site
 from splitjax.trace.graph import Graph
 
 
-def pin_joined_outputs(graph: Graph, chain: Sequence[WeightFlow]) -> tuple[Constraint, ...]:
+def pin_joined_outputs(graph: Graph, chain: Sequence[WeightFlow], batch_axes: Axes) -> tuple[Constraint, ...]:
     """Returns the constraints on what reads the outputs of column-split products whose columns are joined with other
-    values: these dims are whole, the others as XLA has them. `graph`: of the step. `chain`: its flows."""
+    values: these dims are whole, the others as XLA has them, but for examples of what is put in order. `graph`: of the
+    step. `chain`: its flows. `batch_axes`: the axes over which its examples lie."""
     flows = {flow.use.site: flow for flow in chain if flow.joined is not None}
-    return tuple(_pins(graph, chain, flows))
+    return tuple(_pins(graph, chain, flows, batch_axes))
 
 
-def _pins(graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, WeightFlow]) -> Iterator[Constraint]:
+def _pins(
+    graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, WeightFlow], batch_axes: Axes
+) -> Iterator[Constraint]:
     pinned: set[Site] = set()
     for each in graph.joined:
         split = [flows[site] for site in each.uses if site in flows]
@@ -53,4 +56,8 @@ def _pins(graph: Graph, chain: Sequence[WeightFlow], flows: Mapping[Site, Weight
                 yield Constraint(flow.use.site, flow.use.data, features, flow.use.layer, f"{why}: whole features")
             yield Constraint(flow.use.site, -1, parts, flow.use.layer, f"{why}: parts of them and of their cotangents")
         whole = tuple(None if is_joined else FREE for is_joined in each.is_joined)
+        if each.is_ordered and each.example_dim is not None:
+            # Left open, XLA deals examples out over the columns' axes for it, too, and gathers them behind.
+            apart = spec_entry(tuple(axis for axis in batch_axes if axis not in flow.axes))
+            whole = (*whole[: each.example_dim], apart, *whole[each.example_dim + 1 :])
         yield Constraint(each.site, each.operand, whole, flow.use.layer, f"{why}: all of them")

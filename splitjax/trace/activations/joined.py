@@ -33,6 +33,7 @@ class Joined:
     - `is_ordered`: whether it is only put in order along that dim: the largest of its columns are looked for.
     - `into`: the local label of the leading atom of the dim that it becomes a part of; None where it is stacked, or
       meets rows.
+    - `example_dim`: its first dim that holds examples; None for none.
     """
 
     site: tuple[int, ...]
@@ -43,6 +44,7 @@ class Joined:
     tables: tuple[tuple[int, ...], ...] = ()
     into: int | None = None
     is_ordered: bool = False
+    example_dim: int | None = None
 
 
 def find_joined(
@@ -75,7 +77,9 @@ def find_joined(
             is_joined = tuple(bool(dim) and classes.local(dim[0]) == label for dim in dims)
             uses, tables = (along[value, label], ()) if (value, label) in along else compared[value, label]
             key = value, label
-            yield Joined(op.site, operand, label, is_joined, uses, tables, into.get(key), key in ordered)
+            of_examples = next((at for at, dim in enumerate(dims) if dim and dim[0] in examples), None)
+            is_ordered = key in ordered
+            yield Joined(op.site, operand, label, is_joined, uses, tables, into.get(key), is_ordered, of_examples)
 
 
 def _joined_columns(
