@@ -66,9 +66,9 @@ def transformed(operation: Operation) -> Touched:
 
 # Primitive -> the position of the operand whose shape is the window's (None: `slice_sizes`), and of the first start
 # index.
-WINDOWS = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
-SCATTERS = OPERATIONS.with_trait(Trait.WRITES) - {"dynamic_update_slice"}
-BITWISE = OPERATIONS.with_trait(Trait.BITWISE)
+WINDOWS: Mapping[str, tuple[int | None, int]] = {"dynamic_slice": (None, 1), "dynamic_update_slice": (1, 2)}
+SCATTERS: frozenset[str] = OPERATIONS.with_trait(Trait.WRITES) - {"dynamic_update_slice"}
+BITWISE: frozenset[str] = OPERATIONS.with_trait(Trait.BITWISE)
 
 
 def unbounded_starts(operation: Operation) -> Touched:
