@@ -46,6 +46,23 @@ def test_every_kind_of_operation_is_measured():
         assert probe.narrow == min(*probe.arrays[0].shape, probe.arrays[1].shape[1])
 
 
+def test_convolutions_are_measured_at_every_width_of_a_network():
+    # Between 16 and 64 channels, and between 64 and 256, rates were guessed: off by half for 32 channels.
+    found = list(probes())
+    for kind in (OperationKind.CONVOLUTION, OperationKind.FILTER_GRADIENT):
+        widths = sorted({probe.narrow for probe in found if probe.kind is kind and probe.narrow >= 16})
+        assert widths[0] == 16 and widths[-1] == 256
+        assert all(after == 2 * before for before, after in zip(widths, widths[1:], strict=False))
+    # One size of each width told narrow images from small ones by chance, and with it which split is better.
+    small = [probe for probe in found if probe.kind is OperationKind.SMALL_CONVOLUTION]
+    for narrow in {probe.narrow for probe in small}:
+        sizes = [probe.size for probe in small if probe.narrow == narrow]
+        assert len(set(sizes)) == len(sizes) >= 2
+    for probe in small:
+        channels = [array.shape[-2:] for array in probe.arrays]
+        assert probe.narrow == min(channels[1])
+
+
 def test_other_work_does_not_make_turns_free():
     # Turns take 3 ms and a call 1 ms; other work fell into a call without turns, and into one with them.
     assert turns_alone([(4.0, 1.0), (4.0, 9.0), (4.0, 9.0), (8.0, 1.0)]) == 3.0

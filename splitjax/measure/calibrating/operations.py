@@ -79,12 +79,22 @@ def _products(
             yield Probe(OperationKind.WEIGHT_GRADIENT, narrow, flops, lambda x, ct: x.T @ ct, operands, dtype)
 
 
-# (examples, side, channels in, channels out), of 3x3 filters; by the fewest channels.
+# (examples, side, channels in, channels out), of 3x3 filters; by the fewest channels. Every width that networks have:
+# rates do not grow evenly with it, from 32 channels on they are the processor's, and with 256 the filters leave caches.
 _CONVOLUTIONS = {
     3: ((4, 16, 3, 32), (16, 32, 3, 32)),
     16: ((2, 8, 16, 16), (4, 16, 16, 32), (16, 32, 16, 16), (64, 32, 16, 16)),
+    32: ((2, 8, 32, 32), (8, 16, 32, 32), (32, 16, 32, 64)),
     64: ((2, 4, 64, 64), (4, 8, 64, 64), (8, 16, 64, 128)),
+    128: ((2, 4, 128, 128), (16, 4, 128, 256), (16, 8, 128, 128)),
     256: ((4, 4, 256, 256), (8, 4, 256, 512)),
+}
+# (examples, channels in, channels out) of images of 2x2; by the fewest channels. Several sizes of each width, up to
+# those of a step: where wider ones were larger, too, a split of channels looked better than one of examples by chance.
+_SMALL_CONVOLUTIONS = {
+    16: ((2, 16, 16), (64, 16, 32)),
+    64: ((8, 64, 64), (32, 64, 128), (64, 128, 64)),
+    128: ((8, 128, 128), (32, 128, 128)),
 }
 _LARGE_CONVOLUTIONS = {
     3: ((32, 64, 3, 64), (64, 224, 3, 64)),
@@ -115,10 +125,11 @@ def _convolutions(
             yield Probe(OperationKind.CONVOLUTION, narrow, flops, forward, (image, filters), in_loop=False)
             yield Probe(OperationKind.FILTER_GRADIENT, narrow, flops, of_filter, (image, made), in_loop=False)
     if sizes is _CONVOLUTIONS:
-        for batch, channels in ((2, 16), (8, 64), (16, 128)):
-            flops = 2.0 * batch * 4 * 9 * channels * channels
-            arrays = _f32(batch, 2, 2, channels), _f32(3, 3, channels, channels)
-            yield Probe(OperationKind.SMALL_CONVOLUTION, channels, flops, forward, arrays, in_loop=False)
+        for narrow, small in _SMALL_CONVOLUTIONS.items():
+            for batch, before, after in small:
+                flops = 2.0 * batch * 4 * 9 * before * after
+                arrays = _f32(batch, 2, 2, before), _f32(3, 3, before, after)
+                yield Probe(OperationKind.SMALL_CONVOLUTION, narrow, flops, forward, arrays, in_loop=False)
 
 
 _LENGTHS = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
