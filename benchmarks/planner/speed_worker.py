@@ -1,4 +1,5 @@
-"""A process of two: measures the link between them, then steps of cells. `splitjax launch` starts it.
+"""A process of two: measures the link between them and what memory costs here, then steps of cells. `splitjax launch`
+starts it.
 
     python -m benchmarks.planner.speed_worker SETTINGS
 
@@ -13,6 +14,16 @@ import sys
 from typing import Any
 
 
+def with_own_memory(operations: Any, timer: Any, *, quick: bool = False) -> Any:
+    """Returns a calibration with what memory costs in this process: workers of `splitjax launch` keep it from step to
+    step, and the process that calibrated the operations does not. `timer`, `quick`: as of `new_memory_curve`."""
+    from splitjax.measure.calibrating.calibrating import new_memory_curve
+
+    own = new_memory_curve(timer, quick=quick)
+    others = tuple(curve for curve in operations.curves if curve.kind is not own.kind)
+    return dataclasses.replace(operations, curves=(*others, own))
+
+
 def main(settings: dict[str, Any]) -> int:
     import jax
 
@@ -25,7 +36,7 @@ def main(settings: dict[str, Any]) -> int:
 
     devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     timer = Timer(devices, "wall", enough_seconds=0.05, rounds=5)
-    operations = Calibration.load(settings["calibration"])
+    operations = with_own_memory(Calibration.load(settings["calibration"]), timer)
     calibration = dataclasses.replace(
         operations, num_processes=NUM_DEVICES, devices_per_process=1,
         collectives=tuple(collective_times(timer, NUM_DEVICES)),

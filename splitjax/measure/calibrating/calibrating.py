@@ -69,10 +69,10 @@ def calibrate(
         by_kind.setdefault((probe.kind, probe.dtype), []).append(Point(probe.narrow, probe.size, seconds))
         told(f"{probe.kind.value} of {probe.size:.3g}, {probe.narrow} wide: {1e6 * seconds:.4g} us")
     if not is_accelerator:
-        for num_bytes in _NEW_MEMORY[:2] if quick else _NEW_MEMORY:
-            seconds = timer.new_memory_seconds(num_bytes)
-            by_kind.setdefault((OperationKind.NEW_MEMORY, "float32"), []).append(Point(0, float(num_bytes), seconds))
-            told(f"{num_bytes >> 20} MiB of new memory: {1e3 * seconds:.4g} ms")
+        memory = new_memory_curve(timer, quick=quick)
+        by_kind[memory.kind, memory.dtype] = list(memory.points)
+        for point in memory.points:
+            told(f"{int(point.size) >> 20} MiB of new memory: {1e3 * point.seconds:.4g} ms")
     curves = tuple(
         Curve(kind, dtype, tuple(sorted(points, key=lambda point: (point.narrow, point.size))))
         for (kind, dtype), points in by_kind.items()
@@ -97,6 +97,16 @@ def calibrate(
         curves=curves,
         collectives=tuple(collectives),
     )
+
+
+def new_memory_curve(timer: Timer, *, quick: bool = False) -> Curve:
+    """Returns what a call takes to get memory in this process: what it takes in another one depends on whether that
+    keeps memory, which its environment says when it begins.
+
+    **Arguments:** `timer`: of all devices of the run. `quick`: as of `calibrate`."""
+    sizes = _NEW_MEMORY[:2] if quick else _NEW_MEMORY
+    points = tuple(Point(0, float(num_bytes), timer.new_memory_seconds(num_bytes)) for num_bytes in sizes)
+    return Curve(OperationKind.NEW_MEMORY, "float32", points)
 
 
 def _beside_moving(costly: Curve, curves: Sequence[Curve]) -> Curve:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+
+import jax
 import pytest
 
 from benchmarks.planner.speed import lines_of, rank_correlation, summary
 from benchmarks.planner.speed_cells import LINKS, every_cell
+from benchmarks.planner.speed_worker import with_own_memory
+from splitjax.machines.calibration import Calibration, Curve, OperationKind, Point
+from splitjax.measure.calibrating.timing import Timer
 
 
 def test_ranks():
@@ -44,3 +51,13 @@ def test_cells_have_names_of_their_own():
     cells = [each for where in ("one process", *LINKS) for each in every_cell(where)]
     assert len({each.name for each in cells}) == len(cells) == 36 * 4
     assert 0.2 < sum(each.is_held_out for each in cells) / len(cells) < 0.45
+
+
+def test_workers_measure_themselves_what_memory_costs():
+    # Who calibrated gave memory back after each call, and workers keep it: steps were predicted to get new pages.
+    elsewhere = Curve(OperationKind.NEW_MEMORY, "float32", (Point(0, float(4 << 20), 1e3),))
+    known = Calibration.load(pathlib.Path(__file__).parents[2] / "codec" / "data" / "calibration.json")
+    calibrated = dataclasses.replace(known, curves=(*known.curves, elsewhere))
+    found = with_own_memory(calibrated, Timer(tuple(jax.devices()[:1]), "processor", rounds=2), quick=True)
+    assert calibrated.new_memory_seconds(28 << 20) > 1e3 > found.new_memory_seconds(28 << 20) > 0
+    assert [curve for curve in found.curves if curve.kind is not OperationKind.NEW_MEMORY] == list(known.curves)
