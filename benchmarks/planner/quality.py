@@ -73,7 +73,8 @@ def timed(where: str, models: Sequence[str], quick: bool) -> list[dict[str, Any]
         losses = [loss for of_way in each[0]["losses"].values() for loss in of_way[:1]]
         found.append({
             "where": where, "model": name, "others": answers.others, "seconds": slowest, "chosen": each[0]["chosen"],
-            "refused": each[0]["refused"], "losses_apart": max(losses) / min(losses) - 1, **paired(slowest),
+            "refused": each[0]["refused"], "predicted": each[0]["predicted"],
+            "losses_apart": max(losses) / min(losses) - 1, **paired(slowest),
         })  # fmt: skip
     return found
 
@@ -153,7 +154,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         " a round counts as its slower process.",
         "",
     ]  # fmt: skip
-    ms = lambda cell, way: f"{1e3 * cell['medians'][way]:.1f}" if way in cell["medians"] else "refused"
+    ms = lambda cell, way: _milliseconds(cell["medians"], way, "refused")
     for where in dict.fromkeys(cell["where"] for cell in timed_cells):
         rows = [
             [
@@ -170,10 +171,8 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         )  # fmt: skip
         lines += ["", "All layouts, ms:", ""]
         ways = (*BASELINES, XLA_ALONE)
-        lines += table(
-            ["model", *ways],
-            [[cell["model"], *(ms(cell, way) for way in ways)] for cell in timed_cells if cell["where"] == where],
-        )
+        here = [cell for cell in timed_cells if cell["where"] == where]
+        lines += table(["model", *ways], [row for cell in here for row in _rows(cell)])
         lines += [""]
     lines += ["## Memory", "", "MiB a device, as XLA's CPU compiler with its memory-optimised scheduler says.", ""]
     lines += [stored["headers"].get(MEMORY, "").rstrip(), ""]
@@ -189,6 +188,19 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         ],
     )  # fmt: skip
     return lines
+
+
+def _rows(cell: Mapping[str, Any]) -> list[list[str]]:
+    """What all layouts of a model took; and what was predicted of them, where that is stored."""
+    ways, predicted = (*BASELINES, XLA_ALONE), cell.get("predicted", {})
+    rows = [[cell["model"], *(_milliseconds(cell["medians"], way, "refused") for way in ways)]]
+    if predicted:
+        rows.append([f"{cell['model']}, predicted", *(_milliseconds(predicted, way, "") for way in ways)])
+    return rows
+
+
+def _milliseconds(seconds: Mapping[str, float], way: str, otherwise: str) -> str:
+    return f"{1e3 * seconds[way]:.1f}" if way in seconds else otherwise
 
 
 def main(quick: bool, output: pathlib.Path | None, parts: Sequence[str] = ()) -> int:

@@ -33,14 +33,17 @@ def main(settings: dict[str, Any]) -> int:
 
 
 def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) -> dict[str, Any]:
-    """Times a model under all layouts in turns. The order moves on by one each round; behind the first few rounds
-    those that cannot win leave."""
+    """Times a model under all layouts in turns, and predicts those that can be by the `calibration`. The order moves on
+    by one each round; behind the first few rounds those that cannot win leave."""
+    import jax
+
     from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, Runner, contenders, model_of, parallel_of
     from splitjax.errors import SplitjaxError
 
     model = model_of(name)
+    state = jax.eval_shape(model.init, jax.random.key(0))
     runners: dict[str, Runner] = {}
-    refused, chosen, losses = {}, {}, {}
+    refused, chosen, losses, predicted = {}, {}, {}, {}
     for way in (AUTO, *BASELINES, XLA_ALONE):
         try:
             parallel = None if way == XLA_ALONE else parallel_of(model, way, team.count, calibration)
@@ -50,6 +53,8 @@ def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) ->
         except SplitjaxError as error:
             refused[way] = str(error).splitlines()[0]
             continue
+        if parallel is not None:
+            predicted[way] = parallel.time(state, model.batch, on=calibration).seconds
         if way == AUTO:
             choice = parallel.choice
             chosen = {
@@ -66,7 +71,7 @@ def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) ->
         shift = number % len(ways)
         for way in ways[shift:] + ways[:shift]:
             turns[way].append(team.turn(lambda _, way=way: runners[way](), settings["steps"]))
-    return {"turns": turns, "refused": refused, "chosen": chosen, "losses": losses}
+    return {"turns": turns, "refused": refused, "chosen": chosen, "losses": losses, "predicted": predicted}
 
 
 if __name__ == "__main__":

@@ -59,6 +59,16 @@ def test_goals():
     assert not any(is_met(none).values()) and "\n".join(lines_of(none)).count("**not measured**") == 3
 
 
+def test_what_was_predicted_of_all_layouts_stands_below_what_they_took():
+    # Of a choice that is not the best, the page says which prediction was off: the chosen layout's, or the others'.
+    told = cell("mlp", 0.9, 0.95, predicted={AUTO: 0.08, "Megatron": 0.0705})
+    page = "\n".join(lines_of({"timed": [told], "fitted": [], "headers": {}, "notes": []}))
+    row = next(line for line in page.splitlines() if line.startswith("| mlp, predicted |"))
+    assert " 70.5 |" in row and "refused" not in row
+    stored = "\n".join(lines_of({"timed": [cell("mlp", 0.9, 0.95)], "fitted": [], "headers": {}, "notes": []}))
+    assert ", predicted |" not in stored, "pages that were stored before have no such row"
+
+
 def test_a_small_model_fits_into_nine_tenths():
     found = fitted("mlp")
     assert "mlp" in MODELS and set(found["needs"]) == set(BASELINES)
