@@ -343,6 +343,7 @@ def _widths(compiled: Evidence) -> tuple[int, ...]:
 _ROUNDS_BY_LEAF = (
     (_all(_is_of_saved, _is_alike), _nothing),
     (_is_of_saved, _nothing),
+    (_all(_is_of_leaf, _is_alike, _is_of_phase), _nothing),
     (_all(_is_of_leaf, _is_same_operation, _is_of_phase), _nothing),
     (_all(_is_of_leaf, _reads_in_phase), _nothing),
     (_is_of_leaf, _nothing),
