@@ -32,6 +32,7 @@ class PurposeKind(enum.StrEnum):
     NEW_VALUE = "new_value"  # puts together its new value, of which each worker has updated a part
     STORED_WEIGHT = "stored_weight"  # gathers it for a pass, where it is split for storage alone
     DEALT_COLUMNS = "dealt_columns"  # deals its columns out, where it holds several weights side by side
+    COPIED_COLUMNS = "copied_columns"  # copies columns that were dealt out to all devices: heads that they share
     DEALT_GRADIENT = "dealt_gradient"  # takes its gradient's columns back from where `DEALT_COLUMNS` brought them
 
     # Of one batch, `Purpose.leaf`.
@@ -92,6 +93,7 @@ _SENTENCES: Mapping[PurposeKind, str] = {
     PurposeKind.NEW_VALUE: "new value of {leaf}, from its split optimizer state",
     PurposeKind.STORED_WEIGHT: "{phase}: {leaf} is stored in pieces",
     PurposeKind.DEALT_COLUMNS: "{phase}: columns of {leaf}, which holds several weights, to their devices",
+    PurposeKind.COPIED_COLUMNS: "{phase}: columns of {leaf}, of heads that devices share, to all of them",
     PurposeKind.DEALT_GRADIENT: "gradient of {leaf}, its columns back to where they are stored",
     PurposeKind.TURN_EXAMPLES: "{phase}: examples of {leaf}, a share of every turn of a loop to each device",
     PurposeKind.STATISTIC: "{phase}: statistics of the batch for {leaf}",

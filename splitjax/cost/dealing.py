@@ -133,3 +133,10 @@ def sent_by_deal(weight: DealtWeight, leaf: LeafPlan, mesh: MeshShape, axes: tup
     stored = [axis for axis in mesh.present(leaf.axes) if axis not in axes]
     unit = moves.unit * math.prod(rest) * itemsize(weight.dtype)
     return moves.num_rounds * unit // mesh.size(tuple(stored))
+
+
+def copied_bytes(weight: DealtWeight, leaf: LeafPlan, mesh: MeshShape, axes: tuple[str, ...]) -> int:
+    """Returns the bytes that each device has of `weight` where all of its columns are copied to the devices along
+    `axes`; the arguments are those of `sent_by_deal`."""
+    stored = [axis for axis in mesh.present(leaf.axes) if axis not in axes]
+    return weight.num_elements * itemsize(weight.dtype) // mesh.size(tuple(stored))

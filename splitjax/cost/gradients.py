@@ -7,7 +7,9 @@ The layout of a parameter and what is known of its uses come in (`Weight`), `Eve
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from splitjax.cost.collectives import Event, again, on_backward, on_forward
 from splitjax.cost.flow import Axes, Setting, used_axes
@@ -37,6 +39,9 @@ class Weight:
     - `loop_sums`: how often XLA sums its gradient over devices, whole, in a loop that is left to it.
     - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
       how often rematerialisation repeats it.
+    - `copied`: the axes over which columns of it are copied to all devices, each time with the bytes that a device has
+      of these, and how often rematerialisation repeats it. `pieces`: what a device has of it then, part by part, of
+      which each has a product and a gradient of its own: shares of what the device stores of it.
     """
 
     leaf: LeafPlan
@@ -55,6 +60,8 @@ class Weight:
     sums_apart: bool = False
     loop_sums: int = 1
     dealt: tuple[tuple[Axes, int, int], ...] = ()
+    copied: tuple[tuple[Axes, int, int], ...] = ()
+    pieces: tuple[Fraction, ...] = (Fraction(1),)
 
 
 def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
@@ -76,42 +83,46 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
     stored = tuple(axis for axis in split if axis not in used and axis not in weight.experts)
     own = leaf.bytes_per_device * weight.widened
     shard = own // weight.narrowed
+    pieces = [shard * piece.numerator // piece.denominator for piece in weight.pieces]
     of_dims = tuple(over for axes in leaf.axes_by_dim if (over := tuple(axis for axis in axes if axis in stored)))
     at_once = bool(stored) and set(stored) <= set(weight.gathering)
+    in_pieces = [shard] if at_once else pieces
     passes = [(on_forward, 1 if at_once else weight.times_forward)]
     if weight.read_back and not at_once:  # a batch has no cotangent to be multiplied out
         passes.append((on_backward, weight.times_back))
-    for of_pass, times in passes:
-        held = shard
+    for (of_pass, times), held in itertools.product(passes, in_pieces):
         for axes in of_dims:
             held *= mesh.size(axes)
             yield from [("all_gather", axes, held, of_pass(Kind.STORED_WEIGHT, leaf.path))] * times
-    left = shard * mesh.size(stored)
+    lefts = [piece * mesh.size(stored) for piece in in_pieces]
     taken = {*split, *weight.in_group}
     summed = tuple(axis for axis in batch_axes if axis in mesh.wide and axis not in taken)
     in_loop = weight.loop_sums > 1
     if in_loop and (over := tuple(axis for axis in mesh.names if axis in (*stored, *summed))):
-        yield "all_reduce", over, weight.loop_sums * left, on_backward(Kind.GRADIENT, leaf.path)
+        yield "all_reduce", over, weight.loop_sums * sum(lefts), on_backward(Kind.GRADIENT, leaf.path)
     times = 1 if at_once else weight.times
-    for axes in () if in_loop else of_dims:
-        yield from [("reduce_scatter", axes, left, on_backward(Kind.GRADIENT, leaf.path))] * times
-        left //= mesh.size(axes)
+    for left in () if in_loop else lefts:
+        for axes in of_dims:
+            yield from [("reduce_scatter", axes, left, on_backward(Kind.GRADIENT, leaf.path))] * times
+            left //= mesh.size(axes)
     split_state = {axis for state in weight.states for axis in state.axes} | set(leaf.gradient_axes)
     zero = tuple(axis for axis in summed if axis in split_state)
     rest = tuple(axis for axis in summed if axis not in split_state)
     # A group's parts of a gradient stay parts where the state is split over the group, too.
     onto = tuple(axis for axis in parts if axis in weight.in_group and axis in split_state)
-    times = 1 if set(summed) <= set(weight.within) else weight.times
-    if zero and not in_loop:
-        gradient = "reduce_scatter", zero, shard // mesh.size(onto), on_backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
+    in_sum = set(summed) <= set(weight.within)
+    times = 1 if in_sum else weight.times
+    in_pieces = [] if in_loop else [shard] if in_sum else pieces
+    for piece in in_pieces if zero else ():
+        gradient = "reduce_scatter", zero, piece // mesh.size(onto), on_backward(Kind.GRADIENT_ONTO_STATE, leaf.path)
         yield from [gradient] * times
     if over := tuple(axis for axis in mesh.names if axis in (*zero, *onto)):
         # A device's part of the state is none of its part of the gradient where other axes come before the group's.
         if onto and over[: len(onto)] != onto:
             yield "collective_permute", over, shard // mesh.size(over), on_backward(Kind.GRADIENT_GROUPS, leaf.path)
         yield "all_gather", over, own, Purpose(Kind.NEW_VALUE, Phase.UPDATE, leaf.path)
-    if rest and not in_loop:
-        part = shard // mesh.size((*zero, *parts)) if zero or parts else shard
+    for piece in in_pieces if rest else ():
+        part = piece // mesh.size((*zero, *parts)) if zero or parts else piece
         gradient = "all_reduce", rest, part, on_backward(Kind.GRADIENT, leaf.path)
         yield from [gradient] * (times if weight.sums_apart else 1)
     if parts and not onto:
@@ -120,3 +131,6 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         dealt = "collective_permute", axes, sent, on_forward(Kind.DEALT_COLUMNS, leaf.path)
         yield from (dealt, *again([dealt], times))
         yield "collective_permute", axes, sent, on_backward(Kind.DEALT_GRADIENT, leaf.path)
+    for axes, whole, times in weight.copied:
+        copied = "all_gather", axes, whole, on_forward(Kind.COPIED_COLUMNS, leaf.path)
+        yield from (copied, *again([copied], times))

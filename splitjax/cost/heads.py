@@ -60,14 +60,19 @@ def find_readers(
     """
     if not graph.inside_heads:
         return
-    held = {i: heads for i, use in enumerate(uses) if (heads := find_heads(graph, graph.leaf(use.param))) is not None}
+    apart = {use.param for use in uses if use.copied}
+    found = (
+        (i, _heads_in_parts(graph, use) if use.param in apart else find_heads(graph, graph.leaf(use.param)))
+        for i, use in enumerate(uses)
+    )
+    held = {i: heads for i, heads in found if heads is not None}
     for i, own in held.items():
         more = [
             j
             for j, other in held.items()
             if own.inside & other.inside and other.count > own.count and other.count % own.count == 0
         ]
-        if more and roles[i][own.dim] == "free":
+        if more and (uses[i].copied or (uses[i].param not in apart and roles[i][own.dim] == "free")):
             yield i, HeadReaders(own.count, tuple(more))
 
 
@@ -83,6 +88,19 @@ def find_heads(graph: Graph, leaf: Leaf) -> Heads | None:
                 heads = _leading(graph, leaf.dims[counting])
             return Heads(counting, math.prod(graph.atom_sizes[atom] for atom in heads), inside)
     return None
+
+
+def _heads_in_parts(graph: Graph, use: Use) -> Heads | None:
+    """Returns the heads that a `use` reads of a fused weight, some columns of which are copied: what its operand has
+    behind the dim that it contracts; None where it reads none. Heads that are dealt out are counted by the dim of
+    shares, and by what is in a share."""
+    read = {graph.local[dim[0]] for dim in use.data_dims if dim}
+    free = [
+        (d, atom) for d, dim in enumerate(use.weight_dims) if dim and graph.local[dim[0]] not in read for atom in dim
+    ]
+    inside = graph.inside_heads.intersection(graph.local[atom] for _, atom in free)
+    heads = _leading(graph, [atom for _, atom in free])
+    return Heads(free[0][0], math.prod(graph.atom_sizes[atom] for atom in heads), inside) if inside else None
 
 
 def _leading(graph: Graph, atoms: Sequence[int]) -> list[int]:

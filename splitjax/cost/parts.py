@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 
 from splitjax.cost.collectives import (
     sent_by,
@@ -18,7 +19,7 @@ from splitjax.cost.collectives import (
 )
 from splitjax.cost.compute import ByNumber, apart_axes, use_split
 from splitjax.cost.convolutions import derive_convolutions
-from splitjax.cost.dealing import deal_axes, moves_of, sent_by_deal
+from splitjax.cost.dealing import copied_bytes, deal_axes, moves_of, sent_by_deal
 from splitjax.cost.flow import Axes, Setting, Split, WeightFlow, flow_of, leaves_group, split_of
 from splitjax.cost.gradients import Weight, gradient_events
 from splitjax.cost.memory import LeafBytes, leaf_bytes, use_bytes
@@ -188,6 +189,8 @@ class Layout:
             sums_apart=manner.sums_apart,
             loop_sums=manner.loop_sums.get(path, 1),
             dealt=tuple(self._dealt(leaf)),
+            copied=tuple(self._copied(leaf)),
+            pieces=self._pieces(leaf),
         )
 
     def weighs_as(self, i: int, known: Weight | None) -> bool:
@@ -256,10 +259,39 @@ class Layout:
         structure, mesh, widens = self.structure, self.setting.mesh, self.manner.widens
         for each in structure.dealt.get(leaf.path, ()):
             axes = deal_axes(structure.graph, each, leaf, mesh)
-            rounds = moves_of(each).num_rounds
-            for _ in range(rounds if axes else 0):
+            rounds = moves_of(each).num_rounds if axes and not each.copied else 0
+            for _ in range(rounds):
                 sent = each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
                 yield axes, 2 * sent if widens and each.dtype == "bfloat16" else sent, each.repeated
+
+    def _copied(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:
+        """Yields, for each time that columns of a parameter are copied to all devices, the axes, the bytes that each
+        has then, and how often rematerialisation repeats it."""
+        structure, mesh, widens = self.structure, self.setting.mesh, self.manner.widens
+        for each in structure.dealt.get(leaf.path, ()):
+            axes = deal_axes(structure.graph, each, leaf, mesh) if each.copied else ()
+            if axes:
+                whole = each.trips * copied_bytes(each, leaf, mesh, axes)
+                yield axes, 2 * whole if widens and each.dtype == "bfloat16" else whole, each.repeated
+
+    def _pieces(self, leaf: LeafPlan) -> tuple[Fraction, ...]:
+        """Returns `Weight.pieces` of a parameter."""
+        structure, mesh = self.structure, self.setting.mesh
+        in_parts = not leaf.axes and bool(self._parts_of(leaf))
+        dealt = [
+            each
+            for each in structure.dealt.get(leaf.path, ())
+            if in_parts or deal_axes(structure.graph, each, leaf, mesh)
+        ]
+        every = sum(each.num_elements for each in dealt if not each.copied)
+        copied = [
+            Fraction(each.num_elements * size, every * sum(each.sizes))
+            for each in dealt
+            for size in each.sizes
+            if each.copied
+        ]
+        num = next((each.num for each in dealt), 1)
+        return (1 - sum(copied, Fraction(0)), *(num * piece for piece in copied))
 
 
 def flows_at(

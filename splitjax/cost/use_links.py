@@ -339,6 +339,9 @@ def _reads_activations(use: Use) -> bool:
 
 def _classes(graph: Graph, use: Use, leaf: Leaf, roles: Sequence[str], role: str) -> frozenset[int]:
     """Returns the local dim classes of those dims of a weight whose entry in `roles` is `role`."""
+    if use.copied and role == "free":
+        read = {graph.local[atom] for dim in use.data_dims for atom in dim}
+        return frozenset(graph.local[atom] for dim in use.weight_dims for atom in dim) - read
     return frozenset(
         graph.local[atom] for dim, its_role in zip(leaf.dims, roles, strict=True) if its_role == role for atom in dim
     )
@@ -357,10 +360,12 @@ def _dim_roles(graph: Graph, use: Use, leaf: Leaf) -> tuple[str, ...]:
     out = {graph.local[atom] for dim in use.out_dims for atom in dim}
     names = leaf.dim_names or (None,) * len(leaf.dims)
     lookup = not _reads_activations(use)
-    return tuple(
+    roles = tuple(
         _dim_role(name, {graph.local[atom] for atom in dim}, data, out, lookup)
         for dim, name in zip(leaf.dims, names, strict=True)
     )
+    # Copied columns are whole, however the parameter is split along its own.
+    return tuple("whole" if use.copied and role == "free" else role for role in roles)
 
 
 def _dim_role(name: str | None, classes: set[int], data: set[int], out: set[int], lookup: bool) -> str:

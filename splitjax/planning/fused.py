@@ -19,8 +19,8 @@ from splitjax.planning.draft import Draft
 from splitjax.planning.jax_gradients import BY_SPLITJAX, taken_by_jax
 from splitjax.primitives.walk import equation_at
 from splitjax.rules.match import first_match, param_kinds
-from splitjax.step.dealing import Parts, find_parts
-from splitjax.step.dealt_values import FusedProduct
+from splitjax.step.dealing.rewriting import Parts, find_parts
+from splitjax.step.dealing.values import FusedProduct
 from splitjax.trace.graph import Use
 
 # How tracing names the dim of a weight that its columns lie along.
@@ -40,12 +40,17 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
     uses = [use for use in uses if use.data is not None and not use.backward]
     # A backward pass that plain `jax.grad` has traced would read other shares than such a forward pass leaves.
     is_traced = any(use.backward for use in draft.graph.uses)
+    # Where the devices of a group have examples of their own in other layers, they share no heads.
+    is_apart = draft.layout.replicated_batch == "all"
+    attentions = {layer.name for layer in draft.graph.layers if layer.kind == "attention" and not is_apart}
     for use, dim, parts in _in_parts(draft, [use for use in uses if use.in_boundary or not is_traced], counts, specs):
         num = counts[use.param]
         if use.site in found:
             continue
         if parts.fit(num):
             found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, parts.stored, num)
+        elif use.layer in attentions and (copied := parts.copied(num)) is not None:
+            found[use.site] = FusedProduct(use.site, use.weight, dim, parts.sizes, parts.stored, num, copied)
         elif max(parts.sizes) > 1:
             heads = sorted({count for count in parts.heads if count is not None and count % num})
             what = f" of {' and '.join(map(str, heads))} heads" if heads else ""

@@ -31,8 +31,8 @@ from splitjax.step.annotations import (
     untyped,
 )
 from splitjax.step.arguments import Bound, abstract, source_names
-from splitjax.step.dealing import rewritten
-from splitjax.step.dealt_values import FusedProduct
+from splitjax.step.dealing.rewriting import rewritten
+from splitjax.step.dealing.values import FusedProduct
 from splitjax.step.microbatches import in_microbatches
 from splitjax.step.positions import ArgumentRoles, call_with, in_place_of, keyword_only
 from splitjax.step.remat.rematerialising import Remat, rematerialised, resolved

@@ -122,6 +122,7 @@ class Use:
     - `repeated`: how often rematerialisation computes its result again. `reread`: how often its operands.
     - `reads_state`: whether it reads, in every iteration of a loop, what it gave in the iteration before.
     - `reads_learned`: whether parameters reach the activations, so that somebody asks for their cotangent.
+    - `copied`: whether the weight operand holds columns of a fused weight that are copied to all devices.
     """
 
     layer: str
@@ -155,6 +156,7 @@ class Use:
     beside: tuple[str, ...] = ()
     reads_state: bool = False
     reads_learned: bool = False
+    copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

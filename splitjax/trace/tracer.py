@@ -26,7 +26,7 @@ from splitjax.trace.activations.streams import find_streams
 from splitjax.trace.classes import Classes, Strength, align, classify, refine, unite
 from splitjax.trace.collecting import uncollected
 from splitjax.trace.cuts import find_cuts
-from splitjax.trace.dealt import find_dealt
+from splitjax.trace.dealt import copied_values, find_dealt
 from splitjax.trace.flatten import BACKWARD, FlatStep, Op, flatten
 from splitjax.trace.flow import Argument, ValueFacts, analyse, batch_values, example_labels, is_floating
 from splitjax.trace.foreign import find_foreign
@@ -120,6 +120,7 @@ def _assemble(
     params = frozenset(value for value, is_param in zip(flat.inputs, flow.is_param, strict=True) if is_param)
     learned = learned_values(flat, params)
     vectors = {leaf.index: leaf.path for leaf in leaves if leaf.role == "param" and len(leaf.shape) == 1}
+    copied = copied_values(flat, sources)
     used_at = [(flat.ops[use.op].site, names[use.leaves[0]]) for use in uses]
     batch_at = {argument.path: value for argument, value in zip(arguments, flat.inputs, strict=True)}
     return Graph(
@@ -130,6 +131,7 @@ def _assemble(
                 _use(use, flat, names, arguments, classes, products, feeds),
                 repeated=repeated[use.op],
                 reads_learned=use.data is not None and flat.ops[use.op].inputs[use.data] in learned,
+                copied=flat.ops[use.op].inputs[use.weight] in copied,
             )
             for use in uses
         ),

@@ -13,7 +13,7 @@ import pytest
 import splitjax
 from benchmarks.modern.steps.catalogue import every_step
 from splitjax.cost.dealing import find_moves
-from splitjax.step.dealing import Parts, find_parts
+from splitjax.step.dealing.rewriting import Parts, find_parts
 
 WIDTH, HEADS, SIZE, HIDDEN = 16, 4, 4, 32
 INNER = HEADS * SIZE
@@ -297,21 +297,37 @@ def test_devices_that_share_heads_have_the_numbers_of_one():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, expected)
 
 
-def test_a_fused_weight_of_fewer_heads_than_devices_is_noted():
+def test_a_fused_weight_whose_heads_devices_do_not_share_evenly_is_noted():
     def train(params, batch):
         def of(params):
-            q, k, v = jnp.split(batch["x"] @ params["qkv"], [16, 24], -1)
-            heads = lambda x, count: jnp.repeat(x.reshape(*x.shape[:-1], count, SIZE), HEADS // count, -2)
-            weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", heads(q, 4), heads(k, 2)), -1)
-            out = jnp.einsum("bhts,bshd->bthd", weights, heads(v, 2))
+            q, k, v = jnp.split(batch["x"] @ params["qkv"], [48, 60], -1)
+            heads = lambda x, count: jnp.repeat(x.reshape(*x.shape[:-1], count, SIZE), 12 // count, -2)
+            weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", heads(q, 12), heads(k, 3)), -1)
+            out = jnp.einsum("bhts,bshd->bthd", weights, heads(v, 3))
             return jnp.mean((out.reshape(*out.shape[:2], -1) @ params["o"] - batch["y"]) ** 2)
 
         value, grads = splitjax.value_and_grad(of)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    params = {"qkv": jnp.ones((WIDTH, 32)), "o": jnp.ones((INNER, WIDTH))}
+    params = {"qkv": jnp.ones((WIDTH, 72)), "o": jnp.ones((48, WIDTH))}
     plan = splitjax.parallelize(train, mesh=TWO, rules="megatron").plan(params, examples())
-    assert any("of 2 heads that it holds side by side (16, 8, 8)" in note for note in plan.notes)
+    assert any("of 3 heads that it holds side by side (48, 12, 12)" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "num", "copied"),
+    [
+        (Parts((32, 8, 8), (32, 8, 8), (8, 2, 2)), 4, (False, True, True)),
+        (Parts((8, 2, 2), (8, 2, 2), (None, None, None)), 4, (False, True, True)),
+        (Parts((8, 32, 8), (8, 32, 8), (2, 8, 2)), 4, (True, False, True)),
+        (Parts((32, 8, 8), (40, 8, 8), (8, 2, 2)), 4, None),  # padded
+        (Parts((32, 12, 12), (32, 12, 12), (8, 3, 3)), 4, None),  # three heads for four devices
+        (Parts((8, 8), (8, 8), (2, 2)), 4, None),  # nothing is dealt out
+        (Parts((32, 1, 32), (32, 1, 32), (8, 1, 8)), 4, None),  # a single column
+    ],
+)
+def test_parts_of_fewer_heads_than_devices_are_copied(parts, num, copied):
+    assert not parts.fit(num) and parts.copied(num) == copied
 
 
 def test_a_fused_weight_whose_gradient_is_stopped_is_dealt_out_too():

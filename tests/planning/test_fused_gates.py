@@ -11,8 +11,8 @@ import pytest
 import splitjax
 from splitjax.plan import PurposeKind
 from splitjax.primitives.dealt import DEAL
-from splitjax.step.dealing import Parts, find_parts, rewritten
-from splitjax.step.dealt_values import FusedProduct
+from splitjax.step.dealing.rewriting import Parts, find_parts, rewritten
+from splitjax.step.dealing.values import FusedProduct
 
 WIDTH, HIDDEN, LENGTH, GATES = 8, 16, 3, "ifgo"
 MESH = {"data": 2, "model": 4}

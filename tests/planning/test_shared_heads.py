@@ -1,5 +1,5 @@
 """Attention with fewer heads of keys and values than devices along the tensor axis: these heads are copied in groups,
-and all that is sent for that is planned."""
+and all that is sent for that is planned, also where they lie in one weight with the queries."""
 
 from __future__ import annotations
 
@@ -36,21 +36,37 @@ def project(x, weight):
     return (x @ weight).reshape(*x.shape[:2], -1, SIZE)
 
 
-def decoder(kv, attend=repeated, *, apart=False, scan=True, remat=True, **options):
-    """Returns (parameters, step, the same step on one device): two layers behind an embedding."""
+def in_one(x, w, kv):
+    """Query, key and value of one weight, with one bias: their columns side by side, or their heads."""
+    if w["qkv"].ndim == 3:
+        return jnp.split(jnp.einsum("btd,dhk->bthk", x, w["qkv"]) + w["bias"], [HEADS, HEADS + kv], 2)
+    ends = [HEADS * SIZE, (HEADS + kv) * SIZE]
+    return (part.reshape(*x.shape[:2], -1, SIZE) for part in jnp.split(x @ w["qkv"] + w["bias"], ends, -1))
+
+
+def decoder(kv, attend=repeated, *, apart=False, scan=True, remat=True, fused=False, **options):
+    """Returns (parameters, step, the same step on one device): two layers behind an embedding. `fused`: query, key and
+    value in one weight, with a bias, and gate and up in one."""
     rng = np.random.default_rng(0)
     make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4)
     columns = (lambda count: (count, SIZE)) if apart else (lambda count: (count * SIZE,))
     layers = {name: make(2, WIDTH, *columns(count)) for name, count in (("q", HEADS), ("k", kv), ("v", kv))}
     layers |= {"o": make(2, *columns(HEADS), WIDTH), "up": make(2, WIDTH, HIDDEN), "down": make(2, HIDDEN, WIDTH)}
+    if fused:
+        layers["qkv"] = jnp.concatenate([layers.pop(name) for name in "qkv"], 2)
+        layers |= {"bias": make(2, *columns(HEADS + 2 * kv)), "gu": make(2, WIDTH, 2 * HIDDEN)}
+        del layers["up"]
     params = {
         "table": make(VOCAB, WIDTH),
         "layers": layers if scan else [jax.tree.map(lambda leaf, n=n: leaf[n], layers) for n in range(2)],
     }
 
     def layer(x, w):
-        attended = attend(project(x, w["q"]), project(x, w["k"]), project(x, w["v"]))
+        attended = attend(*in_one(x, w, kv) if fused else (project(x, w[name]) for name in "qkv"))
         x += jnp.einsum("bthk,hkd->btd", attended, w["o"]) if apart else attended.reshape(x.shape) @ w["o"]
+        if fused:
+            gate, up = jnp.split(x @ w["gu"], 2, -1)
+            return x + (jax.nn.silu(gate) * up) @ w["down"]
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
 
     def loss(params, batch):
@@ -111,6 +127,32 @@ def test_heads_that_devices_share_are_copied_and_all_that_is_sent_is_planned(kv,
     assert len([note for note in plan.notes if "copied to the 4 devices along tensor" in note]) == (
         2 if options.get("scan", True) else 4
     )
+
+
+@pytest.mark.parametrize(
+    ("kv", "mesh", "rules", "attend", "options"),
+    [
+        (2, TWO, "megatron", repeated, {"scan": False, "remat": False}),
+        (2, TWO, "transformer", grouped, {}),
+        pytest.param(1, TWO, "megatron", grouped, {}, marks=pytest.mark.slow),
+        pytest.param(1, THREE, "transformer", repeated, {"remat": False}, marks=pytest.mark.slow),
+        pytest.param(2, TWO, "megatron", repeated, {"apart": True, "remat": False}, marks=pytest.mark.slow),
+        pytest.param(2, {"tensor": 4}, "megatron", repeated, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_in_one_weight_with_the_queries_are_copied_to_the_devices_that_share_them(
+    kv, mesh, rules, attend, options
+):
+    plan, report = run(mesh, rules, kv, attend, fused=True, **options)
+    assert [one for one in report.unplanned if one.compiled.shape] == [] and report.missing == ()
+    kinds = {one.purpose.kind for one in plan.collectives}
+    assert {PurposeKind.DEALT_COLUMNS, PurposeKind.DEALT_GRADIENT, PurposeKind.COPIED_COLUMNS} <= kinds
+    of_heads = {(one.op, one.axis) for one in plan.collectives if one.purpose.kind in OF_HEADS}
+    parts = {("all_reduce", "tensor:(2)2"), ("all_gather", "tensor:(1)2")}
+    assert of_heads == (parts if kv == 2 else {("all_reduce", "tensor")})
+    assert report.total.compiled_bytes - 8 * len(report.unplanned) == report.total.predicted_bytes
+    specs = {leaf.path.split("/")[-1]: leaf.spec for leaf in plan.leaves if leaf.role == "param"}
+    assert "tensor" in specs["gu"][-1:] and "tensor" in specs["down"][-2]
 
 
 def test_microbatches_have_the_numbers_of_one_device():

@@ -19,7 +19,7 @@ from splitjax import _compat
 from splitjax.lower.products.experts import arrive, depart
 from splitjax.lower.products.groups import Copies, evaluate_product, fits, scope
 from splitjax.lower.products.local_convolution import evaluate_local
-from splitjax.lower.products.local_deal import evaluate_deal
+from splitjax.lower.products.local_deal import evaluate_copy, evaluate_deal
 from splitjax.lower.products.local_kernel import evaluate_grid, evaluate_kernel
 from splitjax.lower.products.local_loop import evaluate_loop
 from splitjax.lower.products.local_transform import evaluate_transform
@@ -37,7 +37,7 @@ from splitjax.planning.sites.spreads import Summed
 from splitjax.planning.ways import EvalForward
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import BOUNDARY, CALLS, CallKind, call_body, names
-from splitjax.primitives.dealt import DEAL
+from splitjax.primitives.dealt import COPY, DEAL
 from splitjax.primitives.foreign.grids import PALLAS
 from splitjax.primitives.foreign.wrapped import KERNEL
 from splitjax.primitives.interpreter import AnyJaxpr, RunBody, Selective
@@ -201,6 +201,8 @@ def _product(
         results = run(layout.sites.kernels[site], eqn, values, layout.where.here())
     if results is None and site in layout.sites.deals and eqn.primitive.name == DEAL:
         results = evaluate_deal(layout.sites.deals[site], eqn, values, layout.where.here())
+    if results is None and site in layout.sites.deals and eqn.primitive.name == COPY:
+        results = evaluate_copy(layout.sites.deals[site], eqn, values, layout.where.here())
     if results is None and site in layout.sites.turns and eqn.primitive.name == "reshape":
         results = evaluate_turns(layout.sites.turns[site], eqn, values, layout.where.here())
     if results is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, spec_axes
@@ -19,18 +19,24 @@ def gradient_gains(leaf: LeafPlan) -> bool:
     return set(leaf.gradient_axes) > set(leaf.axes)
 
 
-def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape) -> Parts | None:
+def split_dims(
+    graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShape, whole: Container[str] = ()
+) -> Parts | None:
     """Returns the dims of an operand made of a parameter that are split already, each with its axes.
 
     **Arguments:** `graph`: of the step; `dims`: of the operand; `leaf`: the parameter in the plan; `mesh`: the shape of
     the mesh. None where a split dim of the parameter is not a dim of the operand. The columns of a weight that is dealt
-    out are split where its shares are, if there are as many devices along their axes.
+    out are split where its shares are, if there are as many devices along their axes. `whole`: axes over which the
+    operand is whole, as columns are that were copied.
     """
     places = whole_dims(graph, graph.leaf(leaf.path), dims)
-    split = [(dim, axes) for dim, entry in enumerate(leaf.spec) if (axes := mesh.present(spec_axes((entry,))))]
+    own = [tuple(axis for axis in mesh.present(spec_axes((entry,))) if axis not in whole) for entry in leaf.spec]
+    split = [(dim, axes) for dim, axes in enumerate(own) if axes]
     for dim, axes in split:
         share = leading_dim(graph, graph.leaf(leaf.path).dims[dim], dims)
-        if dim not in places and share is not None and graph.atom_sizes[dims[share][0]] == mesh.size(axes):
+        if dim in places or share is None:
+            continue
+        if math.prod(graph.atom_sizes[atom] for atom in dims[share]) == mesh.size(axes):
             places[dim] = share
     return None if any(dim not in places for dim, _ in split) else tuple((places[dim], axes) for dim, axes in split)
 
@@ -38,9 +44,10 @@ def split_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, mesh: MeshShap
 def leading_dim(graph: Graph, dim: Dim, dims: Sequence[Dim]) -> int | None:
     """Returns the position among `dims`, of an operand, of what is the major part of `dim`, of its parameter; None
     where there is none, or several."""
-    leading = [graph.local[atom] for atom in dim[:1]]
-    places = [position for position, there in enumerate(dims) if [graph.local[atom] for atom in there] == leading]
-    return places[0] if leading and len(places) == 1 else None
+    own = [graph.local[atom] for atom in dim]
+    there = [[graph.local[atom] for atom in each] for each in dims]
+    places = [at for at, labels in enumerate(there) if labels and labels == own[: len(labels)]]
+    return places[0] if len(places) == 1 else None
 
 
 def gained_dims(graph: Graph, dims: Sequence[Dim], leaf: LeafPlan, summed: Sequence[str]) -> Parts:

@@ -163,7 +163,7 @@ def _scatter(
         return None
     example_dim, out_example_dim = _example_dim(graph, use.data_dims), _example_dim(graph, use.out_dims)
     split, gained = (
-        split_dims(graph, use.weight_dims, leaf, mesh),
+        split_dims(graph, use.weight_dims, leaf, mesh, set(leaf.axes) - set(stored_over) if use.copied else ()),
         gained_dims(graph, use.weight_dims, leaf, batch_axes),
     )
     if example_dim is None or out_example_dim is None or split is None or not (gained or inside):

@@ -1,6 +1,6 @@
 """Moves the dealing out of fused weights from the bodies of loops to before the loops.
 
-A step's jaxpr comes in whose products have their weights dealt out where they stand (`step.dealing`); the same step
+A step's jaxpr comes in whose products have their weights dealt out where they stand (`rewriting`); the same step
 comes out. A weight that every iteration of a loop reads, such as that of a recurrent layer, is dealt out once, and so
 its gradient is taken back once, behind the loop's: in the body it would be in every iteration.
 """

@@ -5,7 +5,7 @@ is dealt out to a number of devices before the product (`primitives.dealt`), and
 shares behind it. The numbers are the same: columns change places, and places back.
 
 How it works: the body in which such a product stands is traced again (`rewritten`), with its result as a `Dealt` value
-instead of an array (`step.dealt_values`). What the parts are is found before (`find_parts`), by the same rules over
+instead of an array (`values`, `acting`). What the parts are is found before (`find_parts`), by the same rules over
 values without numbers.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -22,12 +23,16 @@ import jax
 from splitjax import _compat
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
-from splitjax.primitives.dealt import DEAL
+from splitjax.primitives.dealt import COPY, DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
 from splitjax.primitives.walk import Site, bodies, equation_at
-from splitjax.step.deal_hoisting import with_deals_before
-from splitjax.step.dealt_values import NOTED, Acting, Dealt, FusedProduct, as_array, padded_parts
+from splitjax.step.dealing.acting import NOTED, Acting, padded_parts
+from splitjax.step.dealing.hoisting import with_deals_before
+from splitjax.step.dealing.values import Dealt, FusedProduct, as_array
 from splitjax.step.per_microbatch import is_per_microbatch
+
+# What takes parts of a weight out of what devices have of it, where some of them are copied.
+_OF_SHARES = frozenset({"slice", "concatenate", COPY})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,25 @@ class Parts:
 
     def fit(self, num: int) -> bool:
         """Tells whether every part, and its heads, can be dealt out to `num` devices."""
-        return all(size % num == 0 for size in self.stored) and all(
-            heads is None or heads % num == 0 for heads in self.heads
+        return all(self._fitting(num))
+
+    def _fitting(self, num: int) -> tuple[bool, ...]:
+        """Tells of every part whether it, and its heads, can be dealt out to `num` devices."""
+        return tuple(
+            size % num == 0 and (heads is None or heads % num == 0)
+            for size, heads in zip(self.stored, self.heads, strict=True)
         )
+
+    def copied(self, num: int) -> tuple[bool, ...] | None:
+        """Tells of every part whether it holds fewer heads than `num` devices, which share each of them evenly, so that
+        it is copied where the others are dealt out. None where some parts are neither dealt out nor copied, or what is
+        copied is padded, or lies side by side in a number of columns that devices do not divide."""
+        is_copied = tuple(not fits for fits in self._fitting(num))
+        counts = [count for count, own in zip(self.counts, is_copied, strict=True) if own]
+        if self.sizes != self.stored or all(is_copied) or any(count > num or num % count for count in counts):
+            return None
+        runs = itertools.groupby(zip(self.sizes, is_copied, strict=True), lambda part: part[1])
+        return is_copied if all(sum(size for size, _ in run) % num == 0 for _, run in runs) else None
 
 
 def find_parts(jaxpr: _compat.ClosedJaxpr, products: Sequence[tuple[Site, int, int, int]]) -> list[Parts | None]:
@@ -115,6 +136,8 @@ def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
         if name == DEAL:
             dealt.update(eqn.outvars)
             shares[eqn.outvars[0]] = eqn.params["dim"]
+        elif name in _OF_SHARES and all(_is_in(v, dealt) for v in eqn.invars):
+            dealt.update(eqn.outvars)
         elif name == "reshape":
             before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
             at = next((d for d, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
