@@ -139,3 +139,21 @@ def equation_at(jaxpr: Any, site: Site) -> Any:
         return eqn
     inner_jaxprs = bodies(eqn)
     return equation_at(inner_jaxprs[site[1]], site[2:]) if site[1] < len(inner_jaxprs) else None
+
+
+def with_changed_body(jaxpr: Any, prefix: Site, change: Callable[[Any], Any]) -> Any:
+    """Returns `jaxpr` with the body to which `prefix` leads, the number of an equation before that of its body, as
+    `change` makes it."""
+    if not prefix:
+        return change(jaxpr)
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    eqn = inner.eqns[prefix[0]]
+    before = bodies(eqn)[prefix[1]]
+    after = with_changed_body(before, prefix[2:], change)
+    swap = lambda value: after if value is before else value
+    params = {
+        name: type(value)(map(swap, value)) if isinstance(value, (tuple, list)) else swap(value)
+        for name, value in eqn.params.items()
+    }
+    eqns = [*inner.eqns[: prefix[0]], eqn.replace(params=params), *inner.eqns[prefix[0] + 1 :]]
+    return _compat.like_jaxpr(jaxpr, inner.replace(eqns=eqns))

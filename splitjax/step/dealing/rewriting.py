@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,12 @@ from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
 from splitjax.primitives.dealt import COPY, DEAL
 from splitjax.primitives.interpreter import RunBody, Selective
-from splitjax.primitives.walk import Site, bodies, equation_at
+from splitjax.primitives.walk import Site, bodies, equation_at, with_changed_body
 from splitjax.step.dealing.acting import NOTED, Acting, padded_parts
 from splitjax.step.dealing.hoisting import with_deals_before
 from splitjax.step.dealing.values import Dealt, FusedProduct, as_array
 from splitjax.step.per_microbatch import is_per_microbatch
+from splitjax.step.recurrent.entering import Entering, entering, is_entered
 
 # What takes parts of a weight out of what devices have of it, where some of them are copied.
 _OF_SHARES = frozenset({"slice", "concatenate", COPY})
@@ -117,7 +118,7 @@ def rewritten(jaxpr: _compat.ClosedJaxpr, products: Sequence[FusedProduct]) -> _
         by_body.setdefault(product.site[:at], []).append(target)
     # Inner bodies first: equations of a body that is traced again have other numbers, and sites lead through them.
     for prefix, targets in sorted(by_body.items(), key=lambda item: -len(item[0])):
-        jaxpr = _changed_at(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
+        jaxpr = with_changed_body(jaxpr, prefix, lambda body, targets=targets: _retraced(body, targets))
     return with_deals_before(jaxpr) if by_body else jaxpr
 
 
@@ -126,10 +127,10 @@ def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
     each by itself, in shares, and then laid side by side within these."""
     inner = _compat.open_jaxpr(_body_at(jaxpr, prefix))[0]
     dealt: set[Any] = set()
-    loop = equation_at(jaxpr, prefix[:-1]) if prefix else None
-    if loop is not None and kind_of(loop) is CallKind.SCAN:
+    call = equation_at(jaxpr, prefix[:-1]) if prefix else None
+    if call is not None and is_entered(call):
         before = _dealt_in(jaxpr, prefix[:-2])
-        dealt.update(v for v, outer in zip(inner.invars, loop.invars, strict=True) if _is_in(outer, before))
+        dealt.update(v for v, outer in zip(inner.invars, call.invars, strict=True) if _is_in(outer, before))
     shares: dict[Any, int] = {}  # by variable, the dim that counts them: it was cut out of the next one
     for eqn in inner.eqns:
         name = eqn.primitive.name
@@ -157,12 +158,12 @@ def _is_in(operand: Any, variables: Collection[Any]) -> bool:
 
 def _body_around(jaxpr: Any, site: Site) -> int:
     """Returns how much of a site leads to the outermost body between which and its equation there are only calls that
-    mean their body."""
+    mean their body, and those that dealt values enter."""
     body, found = jaxpr, 0
     for start in range(0, len(site) - 2, 2):
         eqn = _compat.open_jaxpr(body)[0].eqns[site[start]]
         body = bodies(eqn)[site[start + 1]]
-        if kind_of(eqn) is not CallKind.INLINE:
+        if kind_of(eqn) is not CallKind.INLINE and not is_entered(eqn):
             found = start + 2
     return found
 
@@ -172,44 +173,9 @@ def _body_at(jaxpr: Any, prefix: Site) -> Any:
     return bodies(equation_at(jaxpr, prefix[:-1]))[prefix[-1]] if prefix else jaxpr
 
 
-def _changed_at(jaxpr: Any, prefix: Site, change: Callable[[Any], Any]) -> Any:
-    """Returns `jaxpr` with the body to which `prefix` leads changed."""
-    if not prefix:
-        return change(jaxpr)
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    eqn = inner.eqns[prefix[0]]
-    before = bodies(eqn)[prefix[1]]
-    after = _changed_at(before, prefix[2:], change)
-    swap = lambda value: after if value is before else value
-    params = {
-        name: type(value)(map(swap, value)) if isinstance(value, (tuple, list)) else swap(value)
-        for name, value in eqn.params.items()
-    }
-    eqns = [*inner.eqns[: prefix[0]], eqn.replace(params=params), *inner.eqns[prefix[0] + 1 :]]
-    return _compat.like_jaxpr(jaxpr, inner.replace(eqns=eqns))
-
-
 def _retraced(body: Any, targets: Sequence[FusedProduct]) -> Any:
     """Returns a body with the weights of the targets dealt out, as what it is: open or closed."""
-    inner, consts = _compat.open_jaxpr(body)
-    by_site = {target.site: target for target in targets}
-    around = {target.site[:depth] for target in targets for depth in range(1, len(target.site), 2)}
-    handler = Selective(_Rewriting(by_site).handle, NOTED, {*by_site, *around}, Dealt)
-
-    def run(*operands: Any) -> list[Any]:
-        constants, rest = operands[: len(inner.constvars)], operands[len(inner.constvars) :]
-        results = interpreter.evaluate(inner, rest, handler, constants=list(constants))
-        return [as_array(value) for value in results]
-
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-        for v in (*inner.constvars, *inner.invars)
-    ]
-    made, new_consts = _compat.detach_consts(_compat.trace(run, *types)[0])
-    made = _compat.open_jaxpr(made)[0]
-    assert not new_consts, "what is traced again closes over nothing"
-    count = len(inner.constvars)
-    return _compat.changed_jaxpr(body, made.invars[:count], made.invars[count:], made.eqns, made.outvars)
+    return _Rewriting({target.site: target for target in targets}).retraced(body, (), ())
 
 
 class _Rewriting(Acting):
@@ -218,6 +184,35 @@ class _Rewriting(Acting):
     def __init__(self, targets: dict[Site, FusedProduct]) -> None:
         super().__init__()
         self._targets = targets
+        self._around = {site[:depth] for site in targets for depth in range(1, len(site), 2)}
+        self._handler = Selective(self.handle, NOTED, {*targets, *self._around}, Dealt)
+
+    def retraced(self, body: Any, site: Site, entered: Sequence[Entering]) -> Any:
+        """Returns the body that stands behind `site` with dealt values, as what it is: open or closed. `entered`: what
+        it gets, where dealt values may be among that."""
+        inner, _ = _compat.open_jaxpr(body)
+        count = len(inner.constvars)
+        dealt = [each.inside for each in entered] or [None] * len(inner.invars)
+
+        def run(*operands: Any) -> list[Any]:
+            values = [
+                value if inside is None else inside.with_value(value)
+                for value, inside in zip(operands[count:], dealt, strict=True)
+            ]
+            results = interpreter.evaluate(inner, values, self._handler, site, constants=list(operands[:count]))
+            return [as_array(value) for value in results]
+
+        types = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+            for v in (*inner.constvars, *inner.invars)
+        ]
+        for number, each in enumerate(entered):
+            if each.inside is not None:
+                types[count + number] = types[count + number].update(shape=each.shape)
+        made, new_consts = _compat.detach_consts(_compat.trace(run, *types)[0])
+        made = _compat.open_jaxpr(made)[0]
+        assert not new_consts, "what is traced again closes over nothing"
+        return _compat.changed_jaxpr(body, made.invars[:count], made.invars[count:], made.eqns, made.outvars)
 
     def handle(self, eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any] | None:
         """Is the handler of the evaluation."""
@@ -226,6 +221,10 @@ class _Rewriting(Acting):
             return None
         if site in self._targets:
             return self.product(eqn, values, self._targets[site])
+        if is_entered(eqn):
+            found = entering(eqn, values)
+            body = self.retraced(bodies(eqn)[0], (*site, 0), found)
+            return _compat.bind_equation(_compat.with_params(eqn, jaxpr=body), [each.operand for each in found])
         body = None if is_per_microbatch(eqn) else inline_body(eqn)
         if body is not None:
             return run(body, 0, values)
@@ -333,6 +332,16 @@ class _Probe(Acting):
         for product in value.products:
             self.found[product].padded |= dict.fromkeys(spans, (padding.stored, padding.heads))
 
+    def _enter(self, site: Site, eqn: Any, values: Sequence[Any]) -> None:
+        """Folds the body of a loop or a rematerialised call, whose results are arrays."""
+        found = entering(eqn, values)
+        for value, each in zip(values, found, strict=True):
+            if isinstance(value, Dealt) and each.inside is None:
+                self.use(value)
+        for result in self.fold(bodies(eqn)[0], [each.inside for each in found], (*site, 0)):
+            if isinstance(result, Dealt):
+                self.use(result)
+
     def _equation(self, site: Site, eqn: Any, values: Sequence[Any]) -> list[Any]:
         nothing = [None] * len(eqn.outvars)
         dealt = [value for value in values if isinstance(value, Dealt)]
@@ -341,6 +350,9 @@ class _Probe(Acting):
             return nothing
         if kind_of(eqn) is CallKind.INLINE and (dealt or site in self._leading):
             return self.fold(call_body(eqn), values, (*site, 0))
+        if is_entered(eqn) and (dealt or site in self._leading):
+            self._enter(site, eqn, values)
+            return nothing
         results = self.act(eqn, values) if dealt else nothing
         if results is None:
             for value in dealt:
