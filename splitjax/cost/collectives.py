@@ -229,9 +229,11 @@ def _enter_column(flow: WeightFlow, chain: Sequence[WeightFlow], mesh: MeshShape
     if not flow.crossing and (flow.recurs or _reads_turn(flow, chain)):
         kind = Kind.WHOLE_STATE if flow.recurs else Kind.WHOLE_FEATURES
         name = "" if flow.recurs or source is None else source.use.layer
-        # Each device keeps its part of them for the backward pass, where the weight's gradient reads them whole.
+        # Each device keeps its part of them for the backward pass, where the weight's gradient reads them whole: as
+        # rematerialisation has gathered them again, if it has.
         yield "all_gather", axes, whole, on_forward(kind, source=name)
-        yield "all_gather", axes, whole, on_backward(kind, source=name)
+        if not flow.use.reread:
+            yield "all_gather", axes, whole, on_backward(kind, source=name)
         yield "all_reduce", axes, whole, on_backward(Kind.COLUMNS_COTANGENT)
     elif flow.recurs:
         yield "all_gather", axes, whole, on_forward(Kind.WHOLE_STATE)

@@ -37,8 +37,8 @@ class Weight:
       one by one.
     - `gathering`: the axes along which workers have it whole all the time, if it is stored over them.
     - `loop_sums`: how often XLA sums its gradient over devices, whole, in a loop that is left to it.
-    - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, and
-      how often rematerialisation repeats it.
+    - `dealt`: the axes over which its columns are dealt out, in rounds, each with the bytes that a device sends, how
+      often rematerialisation repeats it, and how often its gradient comes back: once for every microbatch.
     - `copied`: the axes over which columns of it are copied to all devices, each time with the bytes that a device has
       of these, and how often rematerialisation repeats it. `pieces`: what a device has of it then, part by part, of
       which each has a product and a gradient of its own: shares of what the device stores of it.
@@ -59,7 +59,7 @@ class Weight:
     gathering: Axes = ()
     sums_apart: bool = False
     loop_sums: int = 1
-    dealt: tuple[tuple[Axes, int, int], ...] = ()
+    dealt: tuple[tuple[Axes, int, int, int], ...] = ()
     copied: tuple[tuple[Axes, int, int], ...] = ()
     pieces: tuple[Fraction, ...] = (Fraction(1),)
 
@@ -127,10 +127,10 @@ def gradient_events(weight: Weight, setting: Setting) -> Iterator[Event]:
         yield from [gradient] * (times if weight.sums_apart else 1)
     if parts and not onto:
         yield "all_gather", parts, shard, on_backward(Kind.GRADIENT_GROUPS, leaf.path)
-    for axes, sent, times in weight.dealt:
+    for axes, sent, times, times_back in weight.dealt:
         dealt = "collective_permute", axes, sent, on_forward(Kind.DEALT_COLUMNS, leaf.path)
         yield from (dealt, *again([dealt], times))
-        yield "collective_permute", axes, sent, on_backward(Kind.DEALT_GRADIENT, leaf.path)
+        yield "collective_permute", axes, times_back * sent, on_backward(Kind.DEALT_GRADIENT, leaf.path)
     for axes, whole, times in weight.copied:
         copied = "all_gather", axes, whole, on_forward(Kind.COPIED_COLUMNS, leaf.path)
         yield from (copied, *again([copied], times))

@@ -27,6 +27,7 @@ from splitjax.cost.structure import StepStructure
 from splitjax.cost.transforms import LocalTransform, derive_transforms
 from splitjax.cost.turning import sent_for_turns
 from splitjax.plan import Collective, LeafPlan, Phase, Purpose, PurposeKind
+from splitjax.primitives.walk import Site
 
 Sent = tuple[Collective, ...]
 
@@ -56,6 +57,8 @@ class Manner:
       loop (`cost.loop_sums`).
     - `sums_statistics`: whether statistics of the batch are those of all examples; else each worker has those of its
       own.
+    - `microbatches`: in how many each gradient boundary runs, by its site, where that is more than one. What is dealt
+      out of a weight is there before the loop over them, and what comes back of its gradient is sent in each of them.
     """
 
     backward: bool = True
@@ -70,6 +73,7 @@ class Manner:
     gathered: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
     loop_sums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sums_statistics: bool = True
+    microbatches: Mapping[Site, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,16 +257,18 @@ class Layout:
         events = statistic_events(statistic, leaf, self.setting)
         return sent_by(structure.names.get(leaf.path, leaf.path), events, mesh, manner.backward)
 
-    def _dealt(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:
+    def _dealt(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int, int]]:
         """Yields, for each round in which columns of a parameter are dealt out, the axes, the bytes that a device
-        sends, and how often rematerialisation repeats it."""
+        sends, how often rematerialisation repeats it, and how often its gradient comes back."""
         structure, mesh, widens = self.structure, self.setting.mesh, self.manner.widens
         for each in structure.dealt.get(leaf.path, ()):
             axes = deal_axes(structure.graph, each, leaf, mesh)
             rounds = moves_of(each).num_rounds if axes and not each.copied else 0
+            around = (number for site, number in self.manner.microbatches.items() if each.site[: len(site)] == site)
+            times_back = next(around, 1)
             for _ in range(rounds):
                 sent = each.trips * sent_by_deal(each, leaf, mesh, axes) // rounds
-                yield axes, 2 * sent if widens and each.dtype == "bfloat16" else sent, each.repeated
+                yield axes, 2 * sent if widens and each.dtype == "bfloat16" else sent, each.repeated, times_back
 
     def _copied(self, leaf: LeafPlan) -> Iterator[tuple[Axes, int, int]]:
         """Yields, for each time that columns of a parameter are copied to all devices, the axes, the bytes that each

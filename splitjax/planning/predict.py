@@ -180,7 +180,8 @@ def dense_prediction(draft: Draft) -> Prediction:
         draft.saving_axes,
     )
     cpu = draft.request.platform == "cpu"
-    adding = [] if draft.ways is None else [set(way.worker_axes) for way in draft.ways.planned.values()]
+    planned = {} if draft.ways is None else draft.ways.planned
+    adding = [set(way.worker_axes) for way in planned.values()]
     within = tuple(axis for axis in draft.shape.names if adding and all(axis in axes for axes in adding))
     by_rows = row_bytes_of(draft.tables)
     params = (leaf for leaf in layout.leaves if leaf.role == "param" and leaf.path not in by_rows)
@@ -198,6 +199,9 @@ def dense_prediction(draft: Draft) -> Prediction:
         gathered={} if draft.ways is None else draft.ways.gathered,
         loop_sums=draft.graph.once(loop_sums, frozenset() if draft.ways is None else draft.ways.left),
         sums_statistics=draft.partial is None,
+        microbatches={
+            site: way.num_parts for site, way in planned.items() if way.how == "microbatches" and way.num_parts > 1
+        },
     )
     return predict_step(step, manner)
 

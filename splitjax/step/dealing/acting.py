@@ -32,6 +32,8 @@ class Acting:
 
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Any, list[Any]]] = {}
+        # By array and how it was dealt out: the array, which keeps its place in memory, and what came of it.
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[jax.Array, Sequence[jax.Array]]]] = {}
 
     def product(self, eqn: Any, values: Sequence[Any], target: FusedProduct) -> list[Any]:
         """Returns the result of the product of a target, with its weight dealt out."""
@@ -142,9 +144,14 @@ class Acting:
         arrays = self._side_by_side(variable, dim) if sizes == stored else None
         lying = _in_arrays(parts, [each for each in arrays or () if each.shape[dim]], dim)
         if lying is None:  # what is cut apart behind the product lies across two arrays, or none were laid so
-            if parts.copied:
-                return _with_copies(value, dim, parts, num)
-            return deal_p.bind(value, dim=dim, sizes=sizes, stored=stored, num=num)[0], ()
+            key = id(value), dim, sizes, stored, parts.copied, num
+            if key not in self._known:  # several products may read one weight
+                self._known[key] = value, (
+                    _with_copies(value, dim, parts, num)
+                    if parts.copied
+                    else (deal_p.bind(value, dim=dim, sizes=sizes, stored=stored, num=num)[0], ())
+                )
+            return self._known[key][1]
         pieces, copies = [], []
         for array, is_copied, inside in lying:
             if is_copied:

@@ -8,6 +8,7 @@ its gradient is taken back once, behind the loop's: in the body it would be in e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from splitjax import _compat
@@ -18,14 +19,17 @@ from splitjax.primitives.walk import bodies
 _SAME_ELEMENTS = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")  # the last, of as many elements
 
 
-def with_deals_before(body: Any) -> Any:
+def with_deals_before(body: Any, in_loop: bool = False) -> Any:
     """Returns a jaxpr in which each loop, those of its bodies too, has the weights that it deals out in every iteration
-    dealt out before it: out of several loops in each other, before the outermost."""
+    dealt out before it: out of several loops in each other, before the outermost; out of rematerialised calls within
+    loops, too. `in_loop`: whether the jaxpr stands in a loop."""
     inner, _ = _compat.open_jaxpr(body)
     found: list[Any] = []
     for eqn in inner.eqns:
-        eqn = _with_changed_bodies(eqn)
-        while kind_of(eqn) is CallKind.SCAN and (moved := _moved(eqn)) is not None:
+        kind = kind_of(eqn)
+        eqn = _with_changed_bodies(eqn, in_loop or kind is CallKind.SCAN)
+        is_left = kind is CallKind.SCAN or (in_loop and kind is CallKind.REMAT)
+        while is_left and (moved := _moved(eqn)) is not None:
             before, eqn = moved
             found += before
         found.append(eqn)
@@ -33,10 +37,11 @@ def with_deals_before(body: Any) -> Any:
     return body if is_same else _compat.like_jaxpr(body, inner.replace(eqns=found))
 
 
-def _with_changed_bodies(eqn: Any) -> Any:
+def _with_changed_bodies(eqn: Any, in_loop: bool) -> Any:
     """Returns an equation whose bodies have their loops' weights dealt out before these loops; itself where that
-    changes none."""
-    changed = {id(before): after for before in bodies(eqn) if (after := with_deals_before(before)) is not before}
+    changes none. `in_loop`: whether the bodies stand in a loop."""
+    pairs = ((before, with_deals_before(before, in_loop)) for before in bodies(eqn))
+    changed = {id(before): after for before, after in pairs if after is not before}
     if not changed:
         return eqn
     swap = lambda value: changed.get(id(value), value)
@@ -47,33 +52,50 @@ def _with_changed_bodies(eqn: Any) -> Any:
     return eqn.replace(params=params)
 
 
-def _moved(scan: Any) -> tuple[list[Any], Any] | None:
-    """Moves one weight's dealing out of a loop: returns equations that stand before it, and the loop without them; None
-    where there is none to move."""
-    body = scan.params["jaxpr"]
+def _moved(call: Any) -> tuple[list[Any], Any] | None:
+    """Moves one weight's dealing out of a loop or a rematerialised call: returns equations that stand before it, and
+    the call without them; None where there is none to move."""
+    body = call.params["jaxpr"]
     inner, _ = _compat.open_jaxpr(body)
-    num_consts, _ = _compat.scan_counts(scan.params)
-    consts = dict(zip(inner.invars[:num_consts], scan.invars[:num_consts], strict=True))
+    num_consts = _compat.scan_counts(call.params)[0] if kind_of(call) is CallKind.SCAN else len(call.invars)
+    consts = dict(zip(inner.invars[:num_consts], call.invars[:num_consts], strict=True))
     makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    chains: dict[Any, list[list[Any]]] = {}
     for eqn in inner.eqns:
         chain = _from_const(eqn, makers, consts) if eqn.primitive.name == DEAL else None
-        if chain is None:
-            continue
-        const = chain[0].invars[0]
-        if _num_reads(inner, const) > 1 or any(_num_reads(inner, one.outvars[0]) > 1 for one in chain[:-1]):
+        if chain is not None and all(_num_reads(inner, one.outvars[0]) == 1 for one in chain[:-1]):
+            chains.setdefault(chain[0].invars[0], []).append(chain)
+    for const, alike in chains.items():
+        # Several products may read one weight, all of them dealt out alike.
+        if _num_reads(inner, const) > len(alike) or any(_does(one) != _does(alike[0]) for one in alike):
             continue
         value, before = consts[const], []
-        for one in chain:
+        for one in alike[0]:
             result = _compat.new_variable(one.outvars[0])
             before.append(one.replace(invars=[value], outvars=[result]))
             value = result
-        left = [one for one in inner.eqns if all(one is not other for other in chain)]
+        inside = alike[0][-1].outvars[0]
+        same = {chain[-1].outvars[0]: inside for chain in alike}
+        in_place = lambda v, same=same: v if isinstance(v, _compat.Literal) else same.get(v, v)
+        gone = {id(one) for chain in alike for one in chain}
+        left = [
+            one.replace(invars=list(map(in_place, one.invars)))
+            if any(in_place(v) is not v for v in one.invars)
+            else one
+            for one in inner.eqns
+            if id(one) not in gone
+        ]
         at = next(number for number, v in enumerate(inner.invars) if v is const)
-        inputs = [*inner.invars[:at], eqn.outvars[0], *inner.invars[at + 1 :]]
-        changed = _compat.changed_jaxpr(body, inner.constvars, inputs, left, inner.outvars)
-        invars = [*scan.invars[:at], value, *scan.invars[at + 1 :]]
-        return before, scan.replace(invars=invars, params={**scan.params, "jaxpr": changed})
+        inputs = [*inner.invars[:at], inside, *inner.invars[at + 1 :]]
+        changed = _compat.changed_jaxpr(body, inner.constvars, inputs, left, list(map(in_place, inner.outvars)))
+        invars = [*call.invars[:at], value, *call.invars[at + 1 :]]
+        return before, call.replace(invars=invars, params={**call.params, "jaxpr": changed})
     return None
+
+
+def _does(chain: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns what the equations of a chain do: equal for those that make the same of the same value."""
+    return [(eqn.primitive.name, dict(eqn.params)) for eqn in chain]
 
 
 def _from_const(deal: Any, makers: dict[Any, Any], consts: dict[Any, Any]) -> list[Any] | None:

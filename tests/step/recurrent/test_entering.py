@@ -35,10 +35,19 @@ def examples_first(xs, wx, wh):
     return looped((xs.swapaxes(0, 1) @ wx).swapaxes(0, 1), wh)
 
 
+def again(xs, wx, wh):
+    return looped(xs @ wx, wh, jax.checkpoint)
+
+
 def constant(xs, wx, wh):
     """What every iteration reads is projected: no part of the sequence."""
     context = xs[0] @ wx
     return jax.lax.scan(lambda state, _: (cut(context + state @ wh), None), jnp.zeros((4, WIDTH)), None, length=2)[0]
+
+
+def read_twice(xs, wx, wh):
+    turn = lambda state, x: (cut(x + cut(x + state @ wh) @ wh), None)
+    return jax.lax.scan(turn, jnp.zeros((4, WIDTH)), xs @ wx)[0]
 
 
 def products_of(jaxpr):
@@ -46,7 +55,7 @@ def products_of(jaxpr):
     return [(site, 1, 1, 4) for site in sites]
 
 
-@pytest.mark.parametrize("function", [before, examples_first, constant])
+@pytest.mark.parametrize("function", [before, examples_first, again, constant, read_twice])
 def test_both_are_dealt_out_before_the_loop(function):
     jaxpr = jax.make_jaxpr(function)(*VALUES)
     products = products_of(jaxpr)
