@@ -23,7 +23,7 @@ from splitjax.mesh import inside_mesh, platform_of
 from splitjax.plan import ComingMemory, LeafPlan, Memory
 from splitjax.planning.draft import Draft, KnownTables, PlanRequest
 from splitjax.planning.explaining import explain
-from splitjax.planning.fused import fused_products
+from splitjax.planning.fused import fused_products, side_by_side_products
 from splitjax.planning.layouts import typed_specs
 from splitjax.planning.padding import find_padding
 from splitjax.planning.passes import completed, draft_step, with_tables
@@ -31,7 +31,7 @@ from splitjax.planning.predict import predict
 from splitjax.planning.sites.layout import StepLayout
 from splitjax.planning.sites.mesh_context import MeshContext
 from splitjax.step.padding.stored import padded_traced
-from splitjax.step.traced import Traced, trace_step, with_dealt
+from splitjax.step.traced import Traced, trace_step, with_dealt, with_rows_taken_apart
 
 
 def build_entry(recipe: Recipe, mesh: Mesh | AbstractMesh, traced: Traced) -> CompiledEntry:
@@ -69,6 +69,11 @@ def begin(
         traced = with_dealt(traced, products)
         draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
         products, fused = fused_products(draft)
+    side_by_side, left = side_by_side_products(draft)
+    if side_by_side:
+        traced = with_rows_taken_apart(traced, side_by_side)
+        draft = draft_step(traced, inside_mesh(mesh), request, CHOOSER, simulator)
+    fused = (*fused, *left)
     notes = [*fused] if inside_mesh(mesh) is mesh else [*fused, *_about_types(mesh, traced)]
     return draft.noting(*(note for note in notes if note not in draft.notes))  # a pinned plan has them already
 

@@ -46,9 +46,12 @@ def _count(
     found: dict[str, int], graph: Graph, path: str, trips: int, dims: Sequence[Dim], num_params: int = 1
 ) -> None:
     """Adds to `found` a place at which a step comes by `trips` times, and where the parameter at `path` has `dims`,
-    maybe with others of its shape: `num_params` of them. A layer of a stack is a part of the parameter."""
-    leaf = graph.leaf(path)
-    elements = math.prod(graph.atom_sizes[atom] for atom in itertools.chain.from_iterable(dims)) // num_params
+    maybe with others of its shape: `num_params` of them. A layer of a stack is a part of the parameter. What is cut out
+    of a dim is one, too, but the rest of it meets other examples in the same loop."""
+    leaf, atoms = graph.leaf(path), list(itertools.chain.from_iterable(dims))
+    elements = math.prod(graph.atom_sizes[atom] for atom in atoms) // num_params
+    if num_params == 1 and not set(itertools.chain.from_iterable(leaf.dims)).issuperset(atoms):
+        elements = max(elements, leaf.size)
     found[path] = max(found.get(path, 1), trips * elements // (leaf.size * leaf.turns))
 
 

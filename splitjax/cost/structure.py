@@ -216,9 +216,15 @@ def _is_bfloat16(graph: Graph, path: str, uses: Iterable[Use]) -> bool:
 
 def _times(graph: Graph, path: str, uses: Iterable[Use]) -> int:
     """Returns how often `uses` read the whole of a parameter: once together where each reads a part of it. One that a
-    loop reads whole in every turn counts once, for its turns are added up before anything is sent."""
-    size = math.prod(graph.leaf(path).shape)
-    read = (use.trips * math.prod(graph.atom_sizes[atom] for dim in use.weight_dims for atom in dim) for use in uses)
+    loop reads whole in every turn counts once, for its turns are added up before anything is sent; so does one of which
+    several products of a turn read a part each, the same in every turn."""
+    leaf = graph.leaf(path)
+    size, own = math.prod(leaf.shape), {atom for dim in leaf.dims for atom in dim}
+    read = []
+    for use in uses:
+        atoms = [atom for dim in use.weight_dims for atom in dim]
+        turns = use.trips if own.issuperset(atoms) else 1  # what is cut out of a dim is the same part in every turn
+        read.append(turns * math.prod(graph.atom_sizes[atom] for atom in atoms))
     return max(1, round(sum(min(1.0, elements / size) for elements in read if size)))
 
 

@@ -17,14 +17,16 @@ from splitjax.cost.flow import used_axes
 from splitjax.plan import LeafPlan, Spec, spec_entry
 from splitjax.planning.draft import Draft
 from splitjax.planning.jax_gradients import BY_SPLITJAX, taken_by_jax
-from splitjax.primitives.walk import equation_at
+from splitjax.primitives.walk import Site, equation_at
 from splitjax.rules.match import first_match, param_kinds
 from splitjax.step.dealing.rewriting import Parts, find_parts
 from splitjax.step.dealing.values import FusedProduct
+from splitjax.step.recurrent.rows_apart import find_side_by_side
 from splitjax.trace.graph import Use
 
-# How tracing names the dim of a weight that its columns lie along.
+# How tracing names the dims of a weight that its columns and its rows lie along.
 _COLUMNS = "out"
+_ROWS = "in"
 
 
 def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, ...]]:
@@ -69,6 +71,42 @@ def fused_products(draft: Draft) -> tuple[tuple[FusedProduct, ...], tuple[str, .
                 " which deals its columns out before they are used"
             )
     return tuple(found[site] for site in sorted(found)), tuple(dict.fromkeys(notes))
+
+
+def side_by_side_products(draft: Draft) -> tuple[dict[Site, int], tuple[str, ...]]:
+    """Returns the products of recurrent layers whose data are inputs and state side by side, by site with the position
+    of these, where devices share the columns of the weight: they have parts of the state, and the inputs whole. Beside
+    them notes for the plan on those that stay so, as JAX takes their gradient."""
+    graph, counts, jaxpr = draft.graph, _counts(draft), draft.traced.jaxpr
+    recurrent = {layer.name for layer in graph.layers if layer.kind == "recurrent"}
+    by_columns = {leaf.path for leaf in draft.layout.leaves if leaf.path in counts and _is_by_columns(draft, leaf)}
+    read = [
+        (use, use.data)
+        for use in graph.uses
+        if use.layer in recurrent and use.param in by_columns and use.trips > 1 and use.primitive == "dot_general"
+        if use.data is not None and use.editable and not use.backward
+    ]
+    if not read:
+        return {}, ()
+    is_traced = any(use.backward for use in graph.uses)
+    data = {use.site: at for use, at in read}
+    found = frozenset(find_side_by_side(jaxpr, data))
+    apart = {use.site: at for use, at in read if use.site in found and (use.in_boundary or not is_traced)}
+    notes = [
+        f"{use.param}: reads inputs and state side by side, and {counts[use.param]} devices exchange both in each of"
+        f" {use.trips} iterations; {BY_SPLITJAX}, which takes their products apart"
+        for use, _ in read
+        if use.site in found and use.site not in apart
+    ]
+    return apart, tuple(dict.fromkeys(notes))
+
+
+def _is_by_columns(draft: Draft, leaf: LeafPlan) -> bool:
+    """Tells whether a parameter is split while it is computed, and its rows are whole then: parts of these are what
+    each device has, with nothing sent."""
+    spec = _computed(draft, leaf)
+    names = draft.graph.leaf(leaf.path).dim_names
+    return any(spec) and not any(axes for name, axes in zip(names, spec, strict=True) if name == _ROWS)
 
 
 def _in_parts(

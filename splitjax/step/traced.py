@@ -19,6 +19,7 @@ from splitjax import _compat
 from splitjax.errors import MicrobatchError, Refusal, SplitjaxError, TraceError
 from splitjax.mesh import inside_mesh
 from splitjax.plan import Spec
+from splitjax.primitives.walk import Site
 from splitjax.rules.pins import Said
 from splitjax.step.annotations import (
     Annotation,
@@ -35,6 +36,7 @@ from splitjax.step.dealing.rewriting import rewritten
 from splitjax.step.dealing.values import FusedProduct
 from splitjax.step.microbatches import in_microbatches
 from splitjax.step.positions import ArgumentRoles, call_with, in_place_of, keyword_only
+from splitjax.step.recurrent.rows_apart import with_rows_apart
 from splitjax.step.remat.rematerialising import Remat, rematerialised, resolved
 from splitjax.step.said import said_of
 from splitjax.step.states import as_given, match_states
@@ -199,6 +201,13 @@ def with_dealt(traced: Traced, products: Sequence[FusedProduct]) -> Traced:
     that are made of it later."""
     retrace = lambda leaves: rewritten(traced.retrace(leaves), products)
     return _with_jaxpr(traced, rewritten(traced.jaxpr, products), retrace)
+
+
+def with_rows_taken_apart(traced: Traced, products: Mapping[Site, int]) -> Traced:
+    """Returns a traced step in which `products` of values that lie side by side, by site with the position of these,
+    are sums of one product for each: its trace, and those that are made of it later."""
+    retrace = lambda leaves: with_rows_apart(traced.retrace(leaves), products)
+    return _with_jaxpr(traced, with_rows_apart(traced.jaxpr, products), retrace)
 
 
 def with_changed_line(traced: Traced, change: LineChange) -> Traced:

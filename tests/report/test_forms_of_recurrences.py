@@ -1,5 +1,5 @@
-"""The ways in which a recurrent cell may be written exchange the same, and their plans list what is compiled:
-inputs projected before the loop, a weight that an iteration reads twice."""
+"""The ways in which a recurrent cell may be written exchange the same, and their plans list what is compiled: one
+weight for inputs and state side by side, inputs projected before the loop, a weight that an iteration reads twice."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def apart(params, x, state):
     return gated(x @ params["wx"] + state[0] @ params["wh"] + params["b"], state[1])
 
 
+def side_by_side(params, x, state):
+    return gated(jnp.concatenate([x, state[0]], -1) @ params["w"] + params["b"], state[1])
+
+
+def without_gates(params, x, state):
+    return jnp.tanh(jnp.concatenate([x, state[0]], -1) @ params["plain"]), state[1]
+
+
 def projected(params, x, state):
     return gated(x + state[0] @ params["wh"], state[1])
 
@@ -49,6 +57,8 @@ def by_time(params, xs):
 
 CELLS = {
     apart: ("wx", "wh", "b"),
+    side_by_side: ("w", "b"),
+    without_gates: ("plain",),
     projected: ("wx", "wh", "b"),
     twice: ("wx", "wh", "b"),
 }
@@ -108,6 +118,25 @@ def in_iterations(report):
 
 
 @pytest.mark.parametrize("rules", ["megatron", "splitbrain", "transformer"])
+def test_inputs_and_state_side_by_side_exchange_what_two_weights_do(rules):
+    _, expected = checked(apart, rules)
+    plan, report = checked(side_by_side, rules)
+    assert report.missing == () and sent(report) == sent(expected)
+    assert in_iterations(report) == in_iterations(expected)
+    assert [each for each in report.unplanned if each.compiled.trips > 1] == []
+    assert any(each.purpose.kind == PurposeKind.WHOLE_STATE for each in plan.collectives)
+
+
+@pytest.mark.parametrize("rules", ["megatron", "splitbrain"])
+def test_a_cell_without_gates_is_taken_apart_too(rules):
+    _, report = checked(without_gates, rules)
+    assert {one.compiled.op for one in report.collectives if one.compiled.trips > 1} <= {
+        "all_gather", "all_reduce", "reduce_scatter"
+    }  # fmt: skip
+    assert [each for each in report.unplanned if each.compiled.trips > 1] == []
+
+
+@pytest.mark.parametrize("rules", ["megatron", "splitbrain", "transformer"])
 def test_inputs_that_are_projected_before_the_loop_exchange_nothing_else_in_it(rules):
     _, report = checked(projected, rules)
     assert is_exact(report)
@@ -133,7 +162,44 @@ def test_a_cell_that_is_computed_again_deals_out_and_gathers_what_is_planned(rul
     assert is_exact(report)
 
 
-@pytest.mark.parametrize("cell", [projected])
+def test_what_is_side_by_side_under_jax_s_own_gradient_is_noted():
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss_of(without_gates))(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    notes = splitjax.parallelize(step, mesh=SPLIT, rules="megatron").plan(*setup(without_gates)).notes
+    assert any(
+        note.startswith("plain: reads inputs and state side by side, and 4 devices exchange both in each of 3")
+        and "splitjax.value_and_grad" in note
+        for note in notes
+    )
+
+
+def test_a_weight_that_is_split_by_rows_stays_as_it_is(monkeypatch):
+    """Its columns do not divide: parts of its rows lie on several devices."""
+    monkeypatch.delattr("splitjax.compile.building.with_rows_taken_apart")
+
+    def step(params, batch):
+        def loss(params):
+            turn = lambda h, x: (jnp.tanh(jnp.concatenate([x, h], -1) @ params["w"]), None)
+            hidden, _ = jax.lax.scan(turn, jnp.zeros((len(batch["x"]), 30)), batch["x"].swapaxes(0, 1))
+            return jnp.mean(hidden**2)
+
+        value, grads = splitjax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params = {"w": jnp.asarray(rng.normal(size=(26 + 30, 30)) / 4)}
+        batch = {"x": jnp.asarray(rng.normal(size=(EXAMPLES, LENGTH, 26)))}
+        parallel = splitjax.parallelize(step, mesh=SPLIT, rules="splitbrain", donate=False)
+        (leaf,) = (leaf for leaf in parallel.plan(params, batch).leaves if leaf.path == "w")
+        assert leaf.axes_by_dim[0] == ("model",)
+        close = lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
+        jax.tree.map(close, parallel(params, batch), jax.jit(step)(params, batch))
+
+
+@pytest.mark.parametrize("cell", [side_by_side, projected])
 def test_an_evaluation_sends_what_is_planned(cell):
     loss = loss_of(cell)
 

@@ -180,7 +180,11 @@ def _weight_dim(graph: Graph, use: Use, leaf: LeafPlan, axes: tuple[str, ...]) -
         alike = [position for position, dim in enumerate(traced.dims) if dim and graph.local[dim[0]] == atom]
         if len(alike) == len(matching):
             return matching[alike.index(split[0])]
-        matching = [split[0] - len(traced.dims) + len(use.weight_dims)]
+        # Rows of it alone, of a class with its columns: the dims that have all atoms of the columns, in their order.
+        own = [graph.local[each] for each in traced.dims[split[0]]]
+        behind = {at: [graph.local[each] for dim in use.weight_dims[at:] for each in dim] for at in matching}
+        columns = [at for at, atoms in behind.items() if atoms[: len(own)] == own]
+        matching = columns if len(columns) == 1 else [split[0] - len(traced.dims) + len(use.weight_dims)]
     return matching[0] if len(matching) == 1 and matching[0] >= 0 else None
 
 

@@ -146,10 +146,13 @@ class Acting:
         if lying is None:  # what is cut apart behind the product lies across two arrays, or none were laid so
             key = id(value), dim, sizes, stored, parts.copied, num
             if key not in self._known:  # several products may read one weight
-                self._known[key] = value, (
-                    _with_copies(value, dim, parts, num)
-                    if parts.copied
-                    else (deal_p.bind(value, dim=dim, sizes=sizes, stored=stored, num=num)[0], ())
+                self._known[key] = (
+                    value,
+                    (
+                        _with_copies(value, dim, parts, num)
+                        if parts.copied
+                        else (deal_p.bind(value, dim=dim, sizes=sizes, stored=stored, num=num)[0], ())
+                    ),
                 )
             return self._known[key][1]
         pieces, copies = [], []

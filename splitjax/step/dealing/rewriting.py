@@ -144,6 +144,8 @@ def _dealt_in(jaxpr: Any, prefix: Site) -> frozenset[Any]:
             at = next((d for d, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
             if at is not None and (*after[:at], math.prod(after[at : at + 2]), *after[at + 2 :]) == before:
                 shares[eqn.outvars[0]] = at
+        elif name == "slice" and _is_in(eqn.invars[0], dealt):
+            dealt.update(eqn.outvars)
         elif name == "concatenate" and {
             None if isinstance(v, _compat.Literal) else shares.get(v) for v in eqn.invars
         } == {eqn.params["dimension"] - 1}:
