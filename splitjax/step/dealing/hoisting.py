@@ -13,7 +13,7 @@ from typing import Any
 
 from splitjax import _compat
 from splitjax.primitives.calls import CallKind, kind_of
-from splitjax.primitives.dealt import DEAL
+from splitjax.primitives.dealt import COPY, DEAL
 from splitjax.primitives.walk import bodies
 
 _SAME_ELEMENTS = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")  # the last, of as many elements
@@ -63,7 +63,9 @@ def _moved(call: Any) -> tuple[list[Any], Any] | None:
     chains: dict[Any, list[list[Any]]] = {}
     for eqn in inner.eqns:
         chain = _from_const(eqn, makers, consts) if eqn.primitive.name == DEAL else None
-        if chain is not None and all(_num_reads(inner, one.outvars[0]) == 1 for one in chain[:-1]):
+        if chain is None or (kind_of(call) is CallKind.REMAT and _is_copied(inner, eqn.outvars[0])):
+            continue
+        if all(_num_reads(inner, one.outvars[0]) == 1 for one in chain[:-1]):
             chains.setdefault(chain[0].invars[0], []).append(chain)
     for const, alike in chains.items():
         # Several products may read one weight, all of them dealt out alike.
@@ -112,6 +114,13 @@ def _from_const(deal: Any, makers: dict[Any, Any], consts: dict[Any, Any]) -> li
             return None
         chain.insert(0, maker)
     return chain
+
+
+def _is_copied(inner: Any, dealt: Any) -> bool:
+    """Returns whether columns of a dealt value are copied to all devices. Their copies stay in a rematerialised call,
+    and what is copied has to lie beside them there: XLA gathers shares that come in from outside."""
+    cut = {eqn.outvars[0] for eqn in inner.eqns if any(v is dealt for v in eqn.invars)}
+    return any(eqn.primitive.name == COPY and any(v in cut for v in eqn.invars) for eqn in inner.eqns)
 
 
 def _num_reads(inner: Any, variable: Any) -> int:

@@ -198,7 +198,7 @@ class _Rewriting(Acting):
 
         def run(*operands: Any) -> list[Any]:
             values = [
-                value if inside is None else inside.with_value(value)
+                value if inside is None else inside.with_value(value, ())
                 for value, inside in zip(operands[count:], dealt, strict=True)
             ]
             results = interpreter.evaluate(inner, values, self._handler, site, constants=list(operands[:count]))

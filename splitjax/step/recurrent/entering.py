@@ -57,15 +57,15 @@ def entering(eqn: Any, values: Sequence[Any]) -> list[Entering]:
 
 
 def _handed_on(value: Any) -> Entering:
-    """Returns how a value is handed on as it is."""
-    if not isinstance(value, Dealt):
-        return Entering(value)
-    return Entering(value.value, value.with_value(None), () if value.value is None else value.value.shape)
+    """Returns how a value is handed on as it is; of one with copied parts, which are several arrays, as an array."""
+    if not isinstance(value, Dealt) or value.others:
+        return _as_array(value)
+    return Entering(value.value, value.with_value(None, ()), () if value.value is None else value.value.shape)
 
 
 def _as_array(value: Any) -> Entering:
     """Returns how a value is handed on that has to be an array."""
-    return Entering(value.array() if isinstance(value, Dealt) and value.value is not None else value)
+    return Entering(value.array() if isinstance(value, Dealt) and value.is_known else value)
 
 
 def _in_a_turn(value: Dealt) -> Entering:
@@ -73,7 +73,7 @@ def _in_a_turn(value: Dealt) -> Entering:
     order = value.order or tuple(range(len(value.seen)))
     num_split = len(value.split or (value.columns,))
     at, rest = order[0], [d - (d > order[0]) for d in order[1:]]
-    if value.dim <= at < value.dim + num_split:
+    if value.others or value.dim <= at < value.dim + num_split:
         return _as_array(value)
     is_before = at < value.dim
     in_shape = at if is_before else at - num_split + 1
