@@ -27,7 +27,7 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
         _PLACING,
     )
     | dict.fromkeys("create_token debug_callback debug_print".split(), _EFFECT)
-    | {"splitjax_deal": _DEALING}
+    | {"splitjax_deal": _DEALING, "splitjax_copy": _DEALING}
     | dict.fromkeys(
         "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd"
         " dot_product_attention_fwd_wrapper scaled_matmul scaled_matmul_wrapper".split(),
