@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from splitjax.compile.building import plan_request
 from splitjax.compile.entry import Recipe
 from splitjax.cost.row_tables import RowTable
-from splitjax.errors import SyncError
 from splitjax.lower.strategies import CHOOSER
 from splitjax.mesh import MeshShape, abstract_mesh, platform_of
 from splitjax.plan import BlockRemat, LeafPlan
@@ -63,13 +62,12 @@ class PricedStep:
         return row_tables(finder.sparse_step(finder.find(leaves)), finder.request, self._shape, batch_axes)
 
     def _finder(self, recipe: Recipe, remat: Blocks, batch_axes: tuple[str, ...]) -> TableFinder | None:
-        """Returns what finds the tables under the rules of a `recipe`; None where a step has none that could go by
-        rows, which is said when it is built."""
+        """Returns what finds the tables under the rules of a `recipe`; None for a step whose gradient JAX takes by
+        itself, which the error says when it is built. Raises `SyncError` for a pattern that fits no parameter."""
         traced = self._under(recipe.rules, remat)
-        try:
-            return TableFinder(traced.graph, traced.jaxpr, self._shape, batch_axes, recipe.request, None)
-        except SyncError:
+        if not traced.graph.num_boundaries:
             return None
+        return TableFinder(traced.graph, traced.jaxpr, self._shape, batch_axes, recipe.request, None)
 
     def _under(self, rules: RuleSet, remat: Blocks) -> Traced:
         """Returns the call with the padding that `rules` ask for. Under rules of the search, parts of which divide, it

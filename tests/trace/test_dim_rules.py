@@ -27,9 +27,9 @@ NOT_RUN = set(
     debug_print empty dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fwd
     dot_product_attention_fwd_wrapper empty2 eq_to from_edtype geqrf select_and_scatter inspect_sharding
     layout_constraint le_to log2 lt_to lu_pivots_to_permutation one_minus_square polynomial random_gamma_grad
-    reciprocal reshard random_gamma rng_uniform scaled_matmul scaled_matmul_wrapper shard_map splitjax_deal
-    threefry2x32 to_edtype unvmap_all unvmap_any unvmap_max with_memory_space_constraint xla_metadata_value
-    zeros_like""".split()
+    reciprocal reshard random_gamma rng_uniform scaled_matmul scaled_matmul_wrapper shard_map splitjax_copy
+    splitjax_deal threefry2x32 to_edtype unvmap_all unvmap_any unvmap_max with_memory_space_constraint
+    xla_metadata_value zeros_like""".split()
 )
 
 
