@@ -38,6 +38,7 @@ SETTINGS = (
     "logits_dot_in_fp32", "cast_logits_to_fp32", "logits_via_embedding", "num_vocab_tiling", "remat_policy",
     "scan_layers", "shard_mode", "enable_dropout",
 )  # fmt: skip
+COUNTED_SINCE = "2026-11-29"  # the day from which on loops that count in twos are read as often as they run
 TEXT = """
 MaxText's `train_compile` compiles its own training step for the shapes of the cases without an axis `data`, in an
 environment of its own. Vocabulary, layers, width, heads, MLP, length, examples of a batch, mesh and the number of
@@ -165,13 +166,17 @@ def measure(name: str, python: pathlib.Path, commit: str, date: str) -> Found:
     if other := [f"{size} is {settings[size]}, not {want}" for size, want in wanted.items() if settings[size] != want]:
         raise NoMaxTextError(f"MaxText's shape of {name!r} is another one: {'; '.join(other)}")
     program = large.Program(
-        _sent(module, case.mesh), answer["argument"], answer["temp"], answer["output"] - answer["alias"], answer["peak"]
+        sent_by(module, case.mesh),
+        answer["argument"],
+        answer["temp"],
+        answer["output"] - answer["alias"],
+        answer["peak"],
     )
     print(f"{name}, MaxText's: {program.sent_bytes / 1e9:.3f} GB sent, {program.memory / 1e9:.3f} GB held", flush=True)
     return Found(name, commit, date, answer["versions"], given, settings, answer["parameters"], program)
 
 
-def _sent(module: bytes, mesh: Mapping[str, int]) -> dict[str, int]:
+def sent_by(module: bytes, mesh: Mapping[str, int]) -> dict[str, int]:
     """What each device sends, by collective and axes, most first."""
     from splitjax.mesh import MeshShape
     from splitjax.report.hlo import read_collectives
@@ -195,6 +200,13 @@ def section(stored: Mapping[str, Any], cases: Mapping[str, large.Measured]) -> l
     for versions, names in _by_versions(read).items():
         lines += [f"Of MaxText's environment, for {' and '.join(names)}: {versions}.", ""]
     lines += [" ".join(_said(found, cases[found.name]) for found in read), ""]
+    if any(cases[found.name].date < COUNTED_SINCE for found in read):
+        lines += [
+            "Loops in which XLA hands the parts of a product round, and that count in twos, are counted as often as"
+            " they run in MaxText's programs. Ours and the program by hand were read when such a loop was counted once:"
+            " one that has any sends more than stands here.",
+            "",
+        ]
     titles = (
         "step", "program", "sent (GB)", "sent, of MaxText's", "memory (GB)", "memory, of MaxText's", "arguments (GB)",
         "temporary (GB)", "results (GB)", "peak (GB)",
