@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import subprocess
@@ -38,14 +39,21 @@ SETTINGS = (
     "logits_dot_in_fp32", "cast_logits_to_fp32", "logits_via_embedding", "num_vocab_tiling", "remat_policy",
     "scan_layers", "shard_mode", "enable_dropout",
 )  # fmt: skip
+# By which options a program of MaxText's is brought nearer to our step: the first is what others are compared with.
+NEAR, DEFAULT = "near ours", "by default"
+OPTIONS: Mapping[str, Sequence[str]] = {
+    NEAR: ("float32_logits=true", "gradient_clipping_threshold=0", "adam_weight_decay=0"),
+    DEFAULT: (),
+}
 COUNTED_SINCE = "2026-11-29"  # the day from which on loops that count in twos are read as often as they run
 TEXT = """
 MaxText's `train_compile` compiles its own training step for the shapes of the cases without an axis `data`, in an
 environment of its own. Vocabulary, layers, width, heads, MLP, length, examples of a batch, mesh and the number of
-parameters are those of our step; this is checked. Options that bring the two steps nearer to each other are given:
-attention is `dot_product`, its scores are float32, a layer keeps nothing but its input, gradients are not clipped and
-weights do not decay. Bytes are counted by `splitjax.report.hlo` for all programs alike. Ours and the program by hand
-are those of the tables above. There is no goal.
+parameters are those of our step; this is checked. Its attention is `dot_product`, and a layer keeps nothing but its
+input for the backward pass. *Near ours* has options besides that bring the two steps nearer to each other: scores of
+attention are float32 as ours are, gradients are not clipped, and weights do not decay. *By default* has none of these:
+scores are bfloat16, of which a device holds half as many bytes as of ours. Bytes are counted by `splitjax.report.hlo`.
+Ours and the program by hand are those of the tables above. There is no goal.
 
 What differs, as far as the settings and the source of MaxText's package say:
 
@@ -71,11 +79,13 @@ class NoMaxTextError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """MaxText's program of a case: with what it was made, and what it needs.
+    """A program of MaxText's of a case: with what it was made, and what it needs.
 
+    - `variant`: which of `OPTIONS` it was given.
     - `arguments`: what `train_compile` was given. `settings`: its configuration then. `versions`: of packages."""
 
     name: str
+    variant: str
     commit: str
     date: str
     versions: Mapping[str, str]
@@ -83,6 +93,11 @@ class Found:
     settings: Mapping[str, Any]
     parameters: int
     program: large.Program
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others."""
+        return f"{self.name}, {self.variant}"
 
 
 def run(names: Sequence[str] | None, python: pathlib.Path, folder: pathlib.Path) -> int:
@@ -94,12 +109,12 @@ def run(names: Sequence[str] | None, python: pathlib.Path, folder: pathlib.Path)
     stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cases": {}}
     try:
         check(names or CASES, python, stored["cases"])
-        for name in names or CASES:
-            found = measure(name, python, machine.this_commit(), machine.this_machine().date)
+        for name, variant in itertools.product(names or CASES, OPTIONS):
+            found = measure(name, variant, python, machine.this_commit(), machine.this_machine().date)
             if found.parameters != stored["cases"][name]["parameters"]:
                 raise NoMaxTextError(f"MaxText's model has {found.parameters:,} parameters, another number than ours")
             kept = stored.setdefault(KEY, {"cases": {}})
-            kept["cases"][name] = dataclasses.asdict(found)
+            kept["cases"][found.key] = dataclasses.asdict(found)
             command = "python -m benchmarks modern --only large --maxtext-python PYTHON"
             kept["header"] = machine.header(machine.this_machine((*machine.PACKAGES, "libtpu")), command).rstrip()
             print("wrote", write_stored(large.PAGE, stored, large.page_lines, folder), flush=True)
@@ -133,8 +148,8 @@ def check(names: Sequence[str], python: pathlib.Path, stored: Mapping[str, Any])
         raise NoMaxTextError(f"{python} {what}{remedy}")
 
 
-def arguments(name: str) -> list[str]:
-    """What MaxText's `train_compile` is given for the case `name`."""
+def arguments(name: str, variant: str) -> list[str]:
+    """What MaxText's `train_compile` is given for the case `name`. `variant`: one of `OPTIONS`."""
     case = large.CASES[name]
     topology, chips = TOPOLOGIES[case.topology]
     return [
@@ -143,14 +158,14 @@ def arguments(name: str) -> list[str]:
         *(f"ici_{axis}_parallelism={size}" for axis, size in case.mesh.items()), "allow_split_physical_axes=true",
         f"per_device_batch_size={case.examples / chips:g}", f"max_target_length={case.model['seq']}",
         f"dtype={case.model['dtype']}", "scan_layers=true", "remat_policy=full", "attention=dot_product",
-        "float32_logits=true", "gradient_clipping_threshold=0", "adam_weight_decay=0",
+        *OPTIONS[variant],
     ]  # fmt: skip
 
 
-def measure(name: str, python: pathlib.Path, commit: str, date: str) -> Found:
-    """Has `python` compile MaxText's program of the case `name`, and reads it. Raises `NoMaxTextError` where it fails
-    or where its shape is another one."""
-    case, given = large.CASES[name], arguments(name)
+def measure(name: str, variant: str, python: pathlib.Path, commit: str, date: str) -> Found:
+    """Has `python` compile a program of MaxText's for the case `name`, and reads it. Raises `NoMaxTextError` where it
+    fails or where its shape is another one."""
+    case, given = large.CASES[name], arguments(name, variant)
     with tempfile.TemporaryDirectory() as where:
         folder = pathlib.Path(where)
         request = folder / "request.json"
@@ -172,8 +187,9 @@ def measure(name: str, python: pathlib.Path, commit: str, date: str) -> Found:
         answer["output"] - answer["alias"],
         answer["peak"],
     )
-    print(f"{name}, MaxText's: {program.sent_bytes / 1e9:.3f} GB sent, {program.memory / 1e9:.3f} GB held", flush=True)
-    return Found(name, commit, date, answer["versions"], given, settings, answer["parameters"], program)
+    size = f"{_gigabytes(program.sent_bytes)} GB sent, {_gigabytes(program.memory)} GB held"
+    print(f"{name}, MaxText's, {variant}: {size}", flush=True)
+    return Found(name, variant, commit, date, answer["versions"], given, settings, answer["parameters"], program)
 
 
 def sent_by(module: bytes, mesh: Mapping[str, int]) -> dict[str, int]:
@@ -192,15 +208,18 @@ def section(stored: Mapping[str, Any], cases: Mapping[str, large.Measured]) -> l
     """The section of the page. `stored`: of `modern_large.json`. `cases`: what the page has of ours and by hand."""
     if KEY not in stored:
         return []
-    kept = stored[KEY]["cases"]
-    read = [
-        Found(**{**kept[name], "program": large.Program(**kept[name]["program"])}) for name in CASES if name in kept
-    ]
+    kept = {found.key: found for found in map(_read, stored[KEY]["cases"].values())}
+    keys = [(name, f"{name}, {variant}") for name, variant in itertools.product(CASES, OPTIONS)]
+    read: dict[str, list[Found]] = {}
+    for name, key in keys:
+        if key in kept:
+            read.setdefault(name, []).append(kept[key])
+    every = [found for each in read.values() for found in each]
     lines = ["## MaxText's own compile", "", stored[KEY]["header"], "", *TEXT.splitlines(), ""]
-    for versions, names in _by_versions(read).items():
-        lines += [f"Of MaxText's environment, for {' and '.join(names)}: {versions}.", ""]
-    lines += [" ".join(_said(found, cases[found.name]) for found in read), ""]
-    if any(cases[found.name].date < COUNTED_SINCE for found in read):
+    for versions, names in _by_versions(every).items():
+        lines += [f"MaxText's environment has {versions} ({'; '.join(names)}).", ""]
+    lines += [" ".join(_said(found, cases[found.name]) for found in every), ""]
+    if any(cases[name].date < COUNTED_SINCE for name in read):
         lines += [
             "Loops in which XLA hands the parts of a product round, and that count in twos, are counted as often as"
             " they run in MaxText's programs. Ours and the program by hand were read when such a loop was counted once:"
@@ -211,17 +230,19 @@ def section(stored: Mapping[str, Any], cases: Mapping[str, large.Measured]) -> l
         "step", "program", "sent (GB)", "sent, of MaxText's", "memory (GB)", "memory, of MaxText's", "arguments (GB)",
         "temporary (GB)", "results (GB)", "peak (GB)",
     )  # fmt: skip
-    lines += [*table(titles, (row for found in read for row in _rows(found, cases[found.name]))), ""]
+    first = next(iter(OPTIONS))
+    lines += [f"In the table *of MaxText's* means of its program {first}, or of the first there is.", ""]
+    lines += [*table(titles, (row for name, each in read.items() for row in _rows(each, cases[name]))), ""]
+    titles = ("step", "collective", *(f"MaxText's, {variant} (GB)" for variant in OPTIONS))
     lines += ["What MaxText's programs send:", ""]
-    sent = ((found.name, what, _gigabytes(size)) for found in read for what, size in found.program.sent.items())
-    lines += [*table(("step", "collective", "MaxText's (GB)"), sent), ""]
+    lines += [*table(titles, (row for each in read.values() for row in _sent_rows(each))), ""]
     lines += ["Settings of MaxText's, as its configuration says them:", ""]
-    settings = dict.fromkeys(name for found in read for name in found.settings)
-    rows = ((f"`{name}`", *(str(found.settings.get(name, "")) for found in read)) for name in settings)
-    lines += [*table(("setting", *(found.name for found in read)), rows), ""]
-    for found in read:
+    settings = dict.fromkeys(name for found in every for name in found.settings)
+    rows = ((f"`{name}`", *(str(found.settings.get(name, "")) for found in every)) for name in settings)
+    lines += [*table(("setting", *(found.key for found in every)), rows), ""]
+    for found in every:
         made = " ".join(("train_compile", *found.arguments))
-        lines += [f"{found.name} ({found.date}, {found.commit}) is made by `{made}`.", ""]
+        lines += [f"{found.key} ({found.date}, {found.commit}) is made by `{made}`.", ""]
     return lines
 
 
@@ -234,13 +255,14 @@ def _by_versions(read: Sequence[Found]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for each in read:
         text = ", ".join(f"{package} {version}" for package, version in each.versions.items())
-        found.setdefault(text, []).append(each.name)
+        found.setdefault(text, []).append(each.key)
     return found
 
 
-def _programs(found: Found, case: large.Measured) -> Iterator[tuple[str, large.Program]]:
-    """The programs of a case with what the table calls them."""
-    yield "MaxText's", found.program
+def _programs(read: Sequence[Found], case: large.Measured) -> Iterator[tuple[str, large.Program]]:
+    """The programs of a case with what the table calls them, MaxText's first."""
+    for found in read:
+        yield f"MaxText's, {found.variant}", found.program
     yield "ours", case.ours
     yield "by hand", case.by_hand
     limit = f"limited to {_gigabytes(case.limit)} GB"
@@ -249,24 +271,32 @@ def _programs(found: Found, case: large.Measured) -> Iterator[tuple[str, large.P
             yield f"{which}, {limit}", program
 
 
-def _rows(found: Found, case: large.Measured) -> Iterator[tuple[str, ...]]:
-    theirs = found.program
-    for which, each in _programs(found, case):
+def _rows(read: Sequence[Found], case: large.Measured) -> Iterator[tuple[str, ...]]:
+    theirs = read[0].program
+    for which, each in _programs(read, case):
         yield (
-            found.name, which, _gigabytes(each.sent_bytes), f"{each.sent_bytes / theirs.sent_bytes:.3f}",
+            case.name, which, _gigabytes(each.sent_bytes), f"{each.sent_bytes / theirs.sent_bytes:.3f}",
             _gigabytes(each.memory), f"{each.memory / theirs.memory:.3f}", _gigabytes(each.arguments),
             _gigabytes(each.temporary), _gigabytes(each.results), _gigabytes(each.peak),
         )  # fmt: skip
 
 
+def _sent_rows(read: Sequence[Found]) -> Iterator[tuple[str, ...]]:
+    """What MaxText's programs of a case send, a column for each of `OPTIONS`."""
+    by_variant = {found.variant: found.program.sent for found in read}
+    for what in dict.fromkeys(what for sent in by_variant.values() for what in sent):
+        sizes = (by_variant[name].get(what, 0) if name in by_variant else None for name in OPTIONS)
+        yield (read[0].name, what, *("" if size is None else _gigabytes(size) for size in sizes))
+
+
 def _said(found: Found, case: large.Measured) -> str:
-    """A case in a sentence."""
+    """A program of MaxText's in a sentence."""
     theirs, ours, by_hand = found.program, case.ours, case.by_hand
     return (
-        f"In the case {found.name}, ours sends {ours.sent_bytes / theirs.sent_bytes:.3f} of what MaxText's program"
-        f" sends and the program by hand {by_hand.sent_bytes / theirs.sent_bytes:.3f}; ours takes"
-        f" {ours.memory / theirs.memory:.3f} of its memory and the program by hand"
-        f" {by_hand.memory / theirs.memory:.3f}."
+        f"Beside MaxText's program of {found.name}, {found.variant}, ours sends"
+        f" {ours.sent_bytes / theirs.sent_bytes:.3f} of its bytes and the program by hand"
+        f" {by_hand.sent_bytes / theirs.sent_bytes:.3f}; ours takes {ours.memory / theirs.memory:.3f} of its memory and"
+        f" the program by hand {by_hand.memory / theirs.memory:.3f}."
     )
 
 

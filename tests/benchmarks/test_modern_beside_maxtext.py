@@ -40,7 +40,7 @@ def ours(date):
 def stored(*found, date="2026-11-20"):
     page = {"header": "- 2026-11-20, commit 1234567", "cases": {NAME: dataclasses.asdict(ours(date))}}
     if found:
-        kept = {each.name: dataclasses.asdict(each) for each in found}
+        kept = {each.key: dataclasses.asdict(each) for each in found}
         page[beside_maxtext.KEY] = {"header": "- 2026-11-21, commit 7654321", "cases": kept}
     return page
 
@@ -60,7 +60,7 @@ def answer(**other):
 
 
 FOUND = beside_maxtext.Found(
-    NAME, "7654321", "2026-11-21", {"maxtext": "9"}, ["a=b"], settings(), PARAMETERS, PROGRAM
+    NAME, beside_maxtext.NEAR, "7654321", "2026-11-21", {"maxtext": "9"}, ["a=b"], settings(), PARAMETERS, PROGRAM
 )  # fmt: skip
 
 
@@ -88,22 +88,25 @@ def test_the_page_has_the_section_of_what_the_driver_found_and_all_else_as_it_wa
     page = (folder / f"{large.PAGE}.md").read_text(encoding="utf-8")
     assert page.startswith(before)
     section = page[len(before) :]
-    assert "maxtext 9.8.7, jax 6.5.4." in section
-    assert f"| {NAME} | of b'module' on 16 | 7.000 |" in section
+    assert f"MaxText's environment has maxtext 9.8.7, jax 6.5.4 ({NAME}, near ours; {NAME}, by default)." in section
+    assert f"| {NAME} | of b'module' on 16 | 7.000 | 7.000 |" in section
     assert "--maxtext-python PYTHON`" in section and str(folder) not in section
     assert f"| `vocab_size` | {large.CASES[NAME].model['vocab']} |" in section
+    assert [line for line in section.splitlines() if "float32_logits=true" in line and "`train_compile" in line]
     assert "ici_fsdp_parallelism=16 ici_tensor_parallelism=4" in section
 
 
 def test_programs_stand_beside_maxtexts_with_one_figure_in_a_cell():
     lines = large.page_lines(stored(FOUND))
-    assert f"| {NAME} | MaxText's | 30.000 | 1.000 | 10.000 | 1.000 | 1.500 | 8.500 | 0.000 | 9.000 |" in lines
+    assert (
+        f"| {NAME} | MaxText's, near ours | 30.000 | 1.000 | 10.000 | 1.000 | 1.500 | 8.500 | 0.000 | 9.000 |" in lines
+    )
     assert f"| {NAME} | ours | 15.000 | 0.500 | 10.000 | 1.000 | 1.500 | 8.500 | 0.000 | 9.000 |" in lines
     assert f"| {NAME} | by hand | 30.000 | 1.000 | 12.500 | 1.250 | 1.500 | 11.000 | 0.000 | 9.000 |" in lines
     assert any(f"| {NAME} | ours, limited to 9.000 GB | 30.000 | 1.000 | 8.000 | 0.800 |" in line for line in lines)
     assert not any("| by hand, limited" in line for line in lines)  # it does not fit
-    assert any("ours sends 0.500 of what MaxText's program sends" in line for line in lines)
-    assert f"| {NAME} | all_gather over tensor | 30.000 |" in lines
+    assert any("ours sends 0.500 of its bytes and the program by hand 1.000;" in line for line in lines)
+    assert f"| {NAME} | all_gather over tensor | 30.000 |  |" in lines
 
 
 def test_programs_that_were_read_by_an_older_reader_are_told():
@@ -163,8 +166,9 @@ def test_cases_that_maxtext_or_the_page_has_not_are_told(tmp_path, capsys):
 
 def test_stored_figures_are_of_the_shapes_of_the_cases():
     kept = json.loads((RESULTS / f"{large.PAGE}.json").read_text(encoding="utf-8"))
-    for name, found in kept.get(beside_maxtext.KEY, {"cases": {}})["cases"].items():
-        case = large.CASES[name]
-        assert found["arguments"] == beside_maxtext.arguments(name)
+    for key, found in kept.get(beside_maxtext.KEY, {"cases": {}})["cases"].items():
+        name, case = found["name"], large.CASES[found["name"]]
+        assert key == f"{name}, {found['variant']}"
+        assert found["arguments"] == beside_maxtext.arguments(name, found["variant"])
         assert found["settings"][beside_maxtext.EXAMPLES] == case.examples
         assert found["parameters"] == kept["cases"][name]["parameters"]
