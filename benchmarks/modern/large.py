@@ -2,6 +2,7 @@
 
     python -m benchmarks modern --only large                          all of them
     python -m benchmarks modern --only large --case "LLaMA 8B, v5p"   one; the others stay as they are stored
+    python -m benchmarks modern --only large --maxtext-python PATH    MaxText's own programs alone
 
 The cases are LLaMA 8B and the shape of Mixtral 8x7B, of 32 layers in a scan with `jax.checkpoint`, in bfloat16 over
 float32 parameters, with Adam. They are compiled ahead of time for TPUs; nothing runs and no parameter exists. Attention
@@ -246,6 +247,8 @@ def _compiled(what: str, lowered: Any, mesh: Any, options: Mapping[str, Any] | N
 
 def page_lines(stored: Mapping[str, Any]) -> list[str]:
     """Returns the page of what `modern_large.json` holds."""
+    from benchmarks.modern import beside_maxtext
+
     cases = [_read(stored["cases"][name]) for name in CASES if name in stored["cases"]]
     lines = ["# Large models beside MaxText's layout", "", stored["header"], ""]
     lines += [*(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
@@ -280,7 +283,8 @@ def page_lines(stored: Mapping[str, Any]) -> list[str]:
     titles = ("step", "collective", "ours (GB)", "by hand (GB)")
     lines += ["## What is sent", "", *table(titles, (row for case in cases for row in _sent_rows(case))), ""]
     titles = ("step", "TPU", "mesh", "parameters", "examples", "trace and plan (s)", "commit", "date")
-    return [*lines, "## Steps", "", *table(titles, map(_step_row, cases)), ""]
+    lines += ["## Steps", "", *table(titles, map(_step_row, cases)), ""]
+    return [*lines, *beside_maxtext.section(stored, {case.name: case for case in cases})]
 
 
 def _read(stored: Mapping[str, Any]) -> Measured:

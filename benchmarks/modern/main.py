@@ -6,6 +6,8 @@ theirs.
     python -m benchmarks modern --quick     two small steps, for CPU devices alone
     python -m benchmarks modern --only large [--case "LLaMA 8B, v5p"]
                                             shapes of large models, for large TPUs: a page of its own
+    python -m benchmarks modern --only large --maxtext-python PATH
+                                            MaxText's own programs of such shapes, beside those of that page
     python -m benchmarks modern --only numbers [--step NAME] [--quick]
                                             many more steps, run: their numbers beside one device's; a page of its own
 
@@ -94,18 +96,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--case", action="append", choices=tuple(large.CASES), help="of the large ones; can be given again"
     )
+    parser.add_argument(
+        "--maxtext-python",
+        type=pathlib.Path,
+        metavar="PATH",
+        help="a Python that has maxtext: with `--only large`, MaxText's own programs alone are compiled by it",
+    )
     parser.add_argument("--step", action="append", metavar="NAME", help="of `numbers`; can be given again")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, of `numbers`")
     parser.add_argument(
         "--work", type=pathlib.Path, help="where `numbers` keeps outcomes, so that a run that was ended goes on"
     )
     options = parser.parse_args(argv)
+    if options.maxtext_python is not None and options.only != "large":
+        parser.error("--maxtext-python needs --only large")
     virtual_devices()
     if options.only == "numbers":
         from benchmarks.modern import numbers
 
         return numbers.run(options.step, options.quick, options.output, options.jobs, options.work)
     output = options.output or RESULTS
+    if options.maxtext_python is not None:
+        from benchmarks.modern import beside_maxtext
+
+        return beside_maxtext.run(options.case, options.maxtext_python, output)
     if options.only:
         return large.run(options.case, output)
     from benchmarks import machine

@@ -1,7 +1,9 @@
 """Counts how often a loop runs whose number of trips XLA does not write down, as a TPU's compiler does not.
 
 A `while` instruction and the computations around and inside it go in; the number comes out. It is read off a counter
-that the loop's condition compares with a constant, which is how JAX's `scan` and `fori_loop` are compiled.
+that the loop's condition compares with a constant, which is how JAX's `scan` and `fori_loop` are compiled. The loops
+that XLA makes of a product whose operands or partial sums are handed round (windowed einsums) count in twos where it
+unrolls them.
 """
 
 from __future__ import annotations
@@ -39,27 +41,25 @@ def num_trips(module: Module, around: Computation, loop: Instruction) -> int | N
         if counter is None or limit is None or counter.opcode != "get-tuple-element" or limit.literal is None:
             return None
         start = _start(around, loop, counter.tuple_index)
-        counts = any(
-            _counts(module.computations[body], counter.tuple_index)
-            for body in loop.called
-            if body in module.computations
-        )
-        return max(limit.literal - start, 0) if counts and start is not None else None
+        bodies = (module.computations[body] for body in loop.called if body in module.computations)
+        step = next((step for body in bodies if (step := _step(body, counter.tuple_index)) is not None), None)
+        return max(-(-(limit.literal - start) // step), 0) if step is not None and start is not None else None
     return None
 
 
-def _counts(body: Computation, index: int) -> bool:
-    """Tells whether a loop's body adds 1 to member `index` of the tuple that it carries."""
+def _step(body: Computation, index: int) -> int | None:
+    """Returns the positive number that a loop's body adds to member `index` of the tuple that it carries; None where it
+    does something else with it."""
     values = _behind(body, body.root)
     if values is None or values.opcode != "tuple" or index >= len(values.operands):
-        return False
+        return None
     new = _behind(body, values.operands[index])
     if new is None or new.opcode != "add":
-        return False
+        return None
     parts = [_behind(body, operand) for operand in new.operands]
-    return any(part is not None and part.literal == 1 for part in parts) and any(
-        part is not None and part.tuple_index == index for part in parts
-    )
+    if not any(part is not None and part.tuple_index == index for part in parts):
+        return None
+    return next((part.literal for part in parts if part is not None and part.literal and part.literal > 0), None)
 
 
 def _start(around: Computation, loop: Instruction, index: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections as collections_module
+import dataclasses
 import types
 
 import jax
@@ -15,6 +16,7 @@ from splitjax import _compat
 from splitjax.mesh import MeshShape
 from splitjax.report.groups import axes_of, expand
 from splitjax.report.hlo import _Context, compiled_collectives, read_collectives
+from splitjax.report.loops import num_trips
 from splitjax.report.protobuf import WireError
 from splitjax.report.wire import Computation, GroupList, Instruction, MeshGroups, Module, Shape, read_module
 
@@ -192,6 +194,36 @@ def instruction(number, opcode, dims, operands=(), called=()):
         number, f"{opcode}.{number}", opcode, Shape(11, dims), "", 0, ("", 0), operands, called, 0, 0, "", along_model,
         (), None, None, "",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "trips"), [(1, 8), (2, 4), (3, 3), (0, None)])
+def test_turns_of_a_loop_that_counts_in_steps_are_read_off_its_condition_and_body(step, trips):
+    """XLA counts in twos where it hands the parts of a product round in both directions."""
+    counter = dataclasses.replace(instruction(2, "get-tuple-element", (), (1,)), tuple_index=0)
+    condition = [
+        instruction(1, "parameter", ()),
+        counter,
+        dataclasses.replace(instruction(3, "constant", ()), literal=8),
+        dataclasses.replace(instruction(4, "compare", (), (2, 3)), direction="LT"),
+    ]
+    body = [
+        instruction(1, "parameter", ()),
+        counter,
+        dataclasses.replace(instruction(3, "constant", ()), literal=step),
+        instruction(4, "add", (), (2, 3)),
+        instruction(5, "tuple", (), (4,)),
+    ]
+    loop = instruction(3, "while", (), (2,), (20, 30))
+    entry = [
+        dataclasses.replace(instruction(1, "constant", ()), literal=0),
+        instruction(2, "tuple", (), (1,)),
+        loop,
+    ]
+    computations = {
+        number: Computation(number, each[-1].id, {one.id: one for one in each})
+        for number, each in ((10, entry), (20, condition), (30, body))
+    }
+    assert num_trips(Module(10, computations, (), {}), computations[10], loop) == trips
 
 
 @pytest.mark.parametrize(
