@@ -56,8 +56,9 @@ scores are bfloat16, of which a device holds half as many bytes as of ours. Byte
 Ours and the program by hand are those of the tables above. There is no goal.
 
 These figures need not be MaxText's best. Started by hand, by its defaults for v5p and over a mesh of the same order,
-the same shape was compiled to a program that sends less and holds a third less, and so it was by this benchmark's
-driver outside of this command. What makes the difference has not been found out; `XLA_FLAGS` alone does not.
+the same shape was compiled to a program that sends less and holds clearly less than any program here, and so it was by
+this benchmark's driver outside of this command. What makes the difference has not been found out; `XLA_FLAGS` alone
+does not.
 
 What differs, as far as the settings and the source of MaxText's package say:
 

@@ -16,7 +16,7 @@ from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
 from splitjax.sync.costs.contributors import ON_HOST, contributors, holders_on_host
 from splitjax.sync.local import rounded_away
-from splitjax.sync.routes import ON_DEVICES
+from splitjax.sync.routes import ON_DEVICES, _rows_of_pairs
 
 NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
 
@@ -230,3 +230,18 @@ def test_the_residual_is_updated_in_place():
 def test_unknown_ownership_is_an_error():
     with pytest.raises(SyncError, match="unknown way to choose owners"):
         sync.RowExchange(ownership="nobody")
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_rows_of_pairs_are_counted_whether_or_not_workers_fit_into_a_word(n):
+    rng, union = np.random.default_rng(0), 70
+    has, owner = rng.random((n, union)) < 0.4, rng.integers(0, n + 1, union)  # n: no owner
+    slots = np.full((n, union), union, np.int32)
+    for worker in range(n):
+        rows = np.flatnonzero(has[worker])
+        slots[worker, : rows.size] = rows
+    words = np.packbits(np.pad(has, ((0, 0), (0, -union % 32))), axis=1, bitorder="little").view(np.uint32)
+    found = _rows_of_pairs(jnp.asarray(words), jnp.asarray(slots), jnp.asarray(owner, jnp.int32))
+    np.testing.assert_array_equal(
+        found, [[np.sum(has[worker] & (owner == one)) for one in range(n)] for worker in range(n)]
+    )
