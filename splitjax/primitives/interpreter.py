@@ -2,14 +2,16 @@
 
 A jaxpr, its operands and a handler go in, its results come out. `fold` is the loop alone, over values of any kind
 (numbers of values, variables, arrays). `evaluate` is the loop over arrays: every equation is under its own source line
-and names, and what the handler leaves alone is bound as it is.
+and names, and what the handler leaves alone is bound as it is. `retraced` makes a jaxpr of such an evaluation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from splitjax import _compat
 from splitjax.primitives.walk import Site
@@ -108,3 +110,28 @@ def evaluate(
             return _compat.bind_equation(eqn, values) if results is None else results
 
     return fold(jaxpr, operands, equation, literal, _compat.open_jaxpr(jaxpr)[1] if constants is None else constants)
+
+
+def retraced(
+    body: AnyJaxpr,
+    run: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+) -> AnyJaxpr:
+    """Returns a body that is traced again while it is evaluated otherwise, as what it is: open or closed.
+
+    **Arguments:** `run`: evaluates it: (constants, operands) -> results, arrays all of them. `shapes`: of the operands
+    that have other ones than the body's, by position."""
+    inner, _ = _compat.open_jaxpr(body)
+    count = len(inner.constvars)
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in (*inner.constvars, *inner.invars)
+    ]
+    for number, shape in (shapes or {}).items():
+        types[count + number] = types[count + number].update(shape=shape)
+    closed, new_consts = _compat.detach_consts(
+        _compat.trace(lambda *arrays: list(run(arrays[:count], arrays[count:])), *types)[0]
+    )
+    assert not new_consts, "what is traced again closes over nothing"
+    made, _ = _compat.open_jaxpr(closed)
+    return _compat.changed_jaxpr(body, made.invars[:count], made.invars[count:], made.eqns, made.outvars)

@@ -18,8 +18,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
-
 from splitjax import _compat
 from splitjax.primitives import interpreter
 from splitjax.primitives.calls import CallKind, call_body, inline_body, kind_of
@@ -193,28 +191,18 @@ class _Rewriting(Acting):
         """Returns the body that stands behind `site` with dealt values, as what it is: open or closed. `entered`: what
         it gets, where dealt values may be among that."""
         inner, _ = _compat.open_jaxpr(body)
-        count = len(inner.constvars)
         dealt = [each.inside for each in entered] or [None] * len(inner.invars)
 
-        def run(*operands: Any) -> list[Any]:
+        def run(constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
             values = [
                 value if inside is None else inside.with_value(value, ())
-                for value, inside in zip(operands[count:], dealt, strict=True)
+                for value, inside in zip(operands, dealt, strict=True)
             ]
-            results = interpreter.evaluate(inner, values, self._handler, site, constants=list(operands[:count]))
+            results = interpreter.evaluate(inner, values, self._handler, site, constants=list(constants))
             return [as_array(value) for value in results]
 
-        types = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-            for v in (*inner.constvars, *inner.invars)
-        ]
-        for number, each in enumerate(entered):
-            if each.inside is not None:
-                types[count + number] = types[count + number].update(shape=each.shape)
-        made, new_consts = _compat.detach_consts(_compat.trace(run, *types)[0])
-        made = _compat.open_jaxpr(made)[0]
-        assert not new_consts, "what is traced again closes over nothing"
-        return _compat.changed_jaxpr(body, made.invars[:count], made.invars[count:], made.eqns, made.outvars)
+        shapes = {number: each.shape for number, each in enumerate(entered) if each.inside is not None}
+        return interpreter.retraced(body, run, shapes)
 
     def handle(self, eqn: Any, values: list[Any], site: Site, run: RunBody) -> list[Any] | None:
         """Is the handler of the evaluation."""

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -96,21 +95,13 @@ def _body_around(jaxpr: Any, site: Site) -> int:
 def _retraced(products: Mapping[Site, int], body: Any) -> Any:
     """Returns a body with its products taken apart, as what it is: open or closed."""
     inner, _ = _compat.open_jaxpr(body)
-    count = len(inner.constvars)
     around = {site[:depth] for site in products for depth in range(1, len(site), 2)}
     handler = Selective(_Apart(products).handle, _NOTED, {*products, *around})
-
-    def run(*operands: Any) -> list[Any]:
-        return interpreter.evaluate(inner, operands[count:], handler, constants=list(operands[:count]))
-
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
-        for v in (*inner.constvars, *inner.invars)
-    ]
-    made, new_consts = _compat.detach_consts(_compat.trace(run, *types)[0])
-    made = _compat.open_jaxpr(made)[0]
-    assert not new_consts, "what is traced again closes over nothing"
-    return _compat.changed_jaxpr(body, made.invars[:count], made.invars[count:], _needed(made), made.outvars)
+    made = interpreter.retraced(
+        body, lambda constants, operands: interpreter.evaluate(inner, operands, handler, constants=list(constants))
+    )
+    new, _ = _compat.open_jaxpr(made)
+    return _compat.like_jaxpr(made, new.replace(eqns=_needed(new)))
 
 
 def _needed(inner: Any) -> list[Any]:
