@@ -32,14 +32,9 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 rows.append([f"{load}", f"{exposed:.0%}", policy, *_figures(common.outcome(jobs, policy, base), base)])
                 print(rows[-1], flush=True)
             service = simulate(jobs, common.CLUSTER, "gang-srsf")
-            rows.append(
-                [
-                    f"{load}",
-                    f"{exposed:.0%}",
-                    "muri-s (against SRSF)",
-                    *_figures(common.outcome(jobs, "muri-s", service), service),
-                ]
-            )
+            for policy in ("muri-s", "muri-s-testbed"):
+                figures = _figures(common.outcome(jobs, policy, service), service)
+                rows.append([f"{load}", f"{exposed:.0%}", f"{policy} (against SRSF)", *figures])
     memory = []
     jobs = common.draw(common.sizes(TRACE, data_dir, memory_bytes=MODEL_BYTES), TRACE, 1.5, 0, quick)
     for limit in MEMORY[:: 3 if quick else 1]:
@@ -69,8 +64,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             " `temporal-spb` all workers of a job share one depth in an iteration; it needs no packing and no"
             " shared memory, shortens every job alone too, and gains as much or more. `spb` is partial"
             " backpropagation with whole devices, `interleave` is packing without partial backpropagation."
-            f" `muri-s` knows computing and exposed"
-            " communication as its stages. Where the cluster is never asked for more devices than it has, only the"
+            " `muri-s` and `muri-s-testbed` know computing and exposed"
+            " communication as their stages. Where the cluster is never asked for more devices than it has, only the"
             " completion time can differ."
         ),
         "",

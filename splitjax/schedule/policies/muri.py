@@ -1,4 +1,5 @@
-"""Registers the policies of Muri: jobs of complementary needs share devices, each on another resource at any moment."""
+"""Registers the policies of Muri as its paper describes them: jobs of complementary needs share devices, each on
+another resource at any moment. `muri_testbed` has those that its authors ran."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ import numpy as np
 from scipy.optimize import Bounds, milp
 
 from splitjax.schedule.model.cluster import Cluster
-from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task, discipline
-from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job, JobProfile, resident_bytes
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, discipline
+from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job, resident_bytes
 from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
 from splitjax.schedule.policies.gang import admit, place
 from splitjax.schedule.policies.orders import Order, las, srsf
+from splitjax.schedule.policies.turns import Times, Turns, next_in_turn, stage_seconds, with_switch
 
-Times = tuple[float, ...]  # seconds of one iteration on each of RESOURCES
 _PAPER = "Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri, SIGCOMM'22, sections 3 and 4)"
 _KINDS = len(RESOURCES)
 MAX_MEMBERS = 4
@@ -46,12 +47,6 @@ def muri_l(view: View, *, overhead: float = 0.0, max_members: int = MAX_MEMBERS)
     `view`, `overhead` and `max_members` are those of `muri_s`.
     """
     return _muri(view, las(view), overhead, max_members)
-
-
-def stage_seconds(profile: JobProfile) -> Times:
-    """Gives the seconds of an iteration of `profile` on each resource; without measured stages, computing and what the
-    device waits, taken for network."""
-    return profile.stages.seconds if profile.stages else (0.0, 0.0, profile.task_seconds(0), profile.exposed_seconds)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -216,9 +211,9 @@ def _assignment(
 # How the jobs of a group take turns
 
 
-def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, ...]]:
-    """Gives the seconds of each phase of a cycle, and the resource on which each member begins it."""
-    times = tuple(_in_turns(stage_seconds(job.profile), job.profile.switch_seconds) for job in jobs)
+def _turns(group: Group, jobs: Sequence[Job]) -> Turns:
+    """Gives when the members of a group are on which resource."""
+    times = tuple(with_switch(stage_seconds(job.profile), job.profile.switch_seconds) for job in jobs)
     ordered = sorted(range(len(jobs)), key=lambda member: times[member])
     _, offsets = interleave(tuple(times[member] for member in ordered))
     offset = dict(zip(ordered, offsets))
@@ -227,17 +222,18 @@ def _cycle(group: Group, jobs: Sequence[Job]) -> tuple[list[float], tuple[int, .
     # Stages need not explain all that an iteration takes, and nobody is faster than alone.
     longest = max(job.profile.iteration_seconds for job in jobs)
     stretch = max(1 + (group.option or 0.0) * (len(jobs) > 1), longest / sum(phases))
-    return [stretch * seconds for seconds in phases], mine
-
-
-def _in_turns(times: Times, switch_seconds: float) -> Times:
-    """Gives the stages of a job that shares its devices: each cycle they go over to it once."""
-    return (*times[:DEVICE], times[DEVICE] + switch_seconds, *times[DEVICE + 1 :])
+    phases = [stretch * seconds for seconds in phases]
+    # The phase of the first cycle in which a member is on the first resource.
+    first = [(_KINDS - offset) % _KINDS for offset in mine]
+    stages = tuple(
+        tuple(sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)) for at in first
+    )
+    return Turns(sum(phases), tuple(sum(phases[:at]) for at in first), stages)
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
     seconds = [stage_seconds(job.profile)[DEVICE] * job.num_workers for job in jobs]
-    cycle = sum(_cycle(group, jobs)[0]) if len(jobs) > 1 else jobs[0].profile.iteration_seconds
+    cycle = _turns(group, jobs).cycle_seconds if len(jobs) > 1 else jobs[0].profile.iteration_seconds
     return Rates((1 / cycle,) * len(jobs), tuple(seconds), (1.0,) * len(jobs))
 
 
@@ -245,48 +241,4 @@ def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
 def muri_iteration(group: Group, jobs: Sequence[Job], state: GroupState) -> Iteration:
     """Gives the next iteration of `group` in `state`: one cycle after the other; the stages of an iteration are a phase
     apart. A job alone overlaps its own stages as its iteration time says. `jobs` are those of the members, in order."""
-    left = [index for index, remaining in enumerate(state.remaining_iterations) if remaining > 0]
-    begin = max(state.now_seconds, max(map(max, state.free_seconds)) if not any(state.iterations) else 0.0)
-    if len(jobs) == 1:
-        member, times = 0, stage_seconds(jobs[0].profile)
-        begin = max(begin, state.ready_seconds[0])
-        squeeze = min(1.0, jobs[0].profile.iteration_seconds / sum(times))
-        starts = [begin + squeeze * sum(times[:kind]) for kind in range(_KINDS)]
-        end = begin + jobs[0].profile.iteration_seconds
-    else:
-        phases, offsets = _cycle(group, jobs)
-        # into the first cycle, when a member is on the first resource
-        lag = [sum(phases[: (_KINDS - offset) % _KINDS]) for offset in offsets]
-        cycle = sum(phases)
-        known = [
-            ready - lag[index] - done * cycle
-            for index, (done, ready) in enumerate(zip(state.iterations, state.ready_seconds))
-            if done
-        ]
-        first = max(known) if known else max(begin, *state.ready_seconds)
-        begins = [first + lag[index] + done * cycle for index, done in enumerate(state.iterations)]
-        member = min(left, key=lambda index: (begins[index], index))
-        times, begin = stage_seconds(jobs[member].profile), begins[member]
-        at = (_KINDS - offsets[member]) % _KINDS
-        starts = [begin + sum(phases[(at + index) % _KINDS] for index in range(kind)) for kind in range(_KINDS)]
-        end = begin + cycle
-    devices = group.members[member].devices
-    # what is still under way from before the group began is let out first
-    index_of = {device: index for index, device in enumerate(group.devices)}
-    late = max(
-        [
-            0.0,
-            *(
-                state.free_seconds[index_of[device]][kind] - starts[kind]
-                for device in devices
-                for kind in range(_KINDS)
-                if times[kind] > 0
-            ),
-        ]
-    )
-    starts, end = [start + late for start in starts], end + late
-    tasks = tuple(
-        Task(worker, device, 0, starts[kind], times[kind], kind)
-        for worker, device in enumerate(devices) for kind in range(_KINDS) if times[kind] > 0
-    )  # fmt: skip
-    return Iteration(member, tasks, end)
+    return next_in_turn(group, jobs, state, _turns(group, jobs) if len(jobs) > 1 else None)
