@@ -226,7 +226,7 @@ class ParallelStep(MeasuredStep, Generic[P, R]):
         from splitjax.compile.time import program_time  # it is loaded when it is first used
 
         args = positional(self._recipe.fn, args, kwargs)
-        return program_time(self._recipe, self._programs.entry(args), on, layered=True)
+        return program_time(self._recipe, self._programs.observed(args), on, layered=True)
 
     @overload
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Report: ...

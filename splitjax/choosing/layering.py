@@ -280,11 +280,15 @@ def network_of(
         extra = np.array([float(priced.peak_bytes(each)) for each in alone[number]])
         least_bytes += float(extra.min())
         uses.append(MemoryUse(number, 0, 1, extra - extra.min()))
-    pairs = []
-    for first, second in _neighbours(base.structure, groups):
+    pairs, joined = [], by_rows.joined(groups, changed)
+    for first, second in sorted({*_neighbours(base.structure, groups), *joined}):
         table = np.zeros((costs[first].size, costs[second].size))
         for i, j in itertools.product(range(1, table.shape[0]), range(1, table.shape[1])):
-            table[i, j] = priced.meeting_seconds(alone[first][i], alone[second][j])
+            if (first, second) in joined:
+                both = by_rows.seconds((*changed[first][i], *changed[second][j]))
+                table[i, j] = both - costs[first][i] - costs[second][j]
+            else:
+                table[i, j] = priced.meeting_seconds(alone[first][i], alone[second][j])
         if table.any():
             pairs.append(Pair(first, second, table))
     names = tuple(group.name for group in groups)
@@ -306,6 +310,21 @@ class _SearchedTables:
     def are_in(self, group: Group) -> bool:
         """Returns whether some of them are parameters of a `group`."""
         return any(path in self._params for layer in group.layers for path in layer.params)
+
+    def joined(
+        self, groups: Sequence[Group], changed: Sequence[Sequence[tuple[LeafPlan, ...]]]
+    ) -> frozenset[tuple[int, int]]:
+        """Returns the pairs of `groups` with tables whose rows travel together where workers own both. `changed`: what
+        each value of each group lays out otherwise."""
+        group_of = {path: k for k, group in enumerate(groups) for layer in group.layers for path in layer.params}
+        owned: list[LeafPlan] = []
+        for number in sorted({group_of[param] for param in self._params if param in group_of}):
+            owns = lambda leaves: any(table.is_owned for table in self._under(self._base.changed(leaves)))
+            owned += next((leaves for leaves in changed[number][1:] if leaves and owns(leaves)), ())
+        tables = self._under(self._base.changed(owned)) if owned else ()
+        numbers = {table.param: group_of[table.param] for table in tables if table.param in group_of}
+        pairs = ((numbers[table.joins], numbers[table.param]) for table in tables if table.joins in numbers)
+        return frozenset((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
 
     def seconds(self, leaves: Sequence[LeafPlan]) -> float:
         """Returns the seconds that the step takes longer where some `leaves` are laid out so."""

@@ -98,13 +98,17 @@ class Prices:
     def seconds(self, prediction: Prediction, tables: Sequence[RowTable] = ()) -> float:
         """Returns the seconds of a predicted step. `tables`: those that go by rows, of which a step reads and writes
         few."""
-        memory, mesh = prediction.memory, prediction.setting.mesh
         rows = [each for table in tables for each in table.sent]
         beside = beside_rows(prediction.collectives, {table.param for table in tables})
+        sent = self.sending_seconds((*beside, *rows), prediction.setting.mesh)
+        return self.local_seconds(prediction, tables) + sent
+
+    def local_seconds(self, prediction: Prediction, tables: Sequence[RowTable] = ()) -> float:
+        """Returns the seconds of a predicted step without what is sent. `tables`: as for `seconds`."""
         untouched = {leaf for table in tables for leaf in table.leaves}
+        memory = prediction.memory
         stored = memory.state_bytes - sum(prediction.leaves[leaf].bytes_per_device for leaf in untouched)
-        sent = self.sending_seconds((*beside, *rows), mesh)
-        return self.of_sums(prediction.compute.flops, stored + memory.activation_bytes, sent)
+        return self.of_sums(prediction.compute.flops, stored + memory.activation_bytes, 0.0)
 
     def of_sums(self, flops: int, stored_bytes: int, sending_seconds: float) -> float:
         """Returns the seconds of a step of so many `flops` of a device, with so many bytes of state and activations,

@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -45,10 +44,12 @@ from splitjax.choosing import (
 from splitjax.compile.devices import mesh_for, num_devices_for, prices_for
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.kept_choice import KeptChoice
+from splitjax.compile.observed_entry import observed_entry
 from splitjax.compile.priced_step import PricedStep
 from splitjax.compile.time import program_time
 from splitjax.errors import MeshError, PinError, SplitjaxError
 from splitjax.mesh import MeshShape, abstract_mesh
+from splitjax.planning.draft import Draft
 from splitjax.rules.pins import resolve
 from splitjax.rules.ruleset import TO_BE_CHOSEN
 from splitjax.step.arguments import Bound
@@ -56,9 +57,8 @@ from splitjax.step.microbatches import why_not_in_microbatches
 from splitjax.step.remat.rematerialising import Remat, choices_of, repeated_blocks, why_not_again
 from splitjax.step.traced import Traced, trace_anywhere, trace_step
 
-T = TypeVar("T")
 # Makes the draft and the entry of a recipe on a mesh from a traced call, with lines for the notes of the plan.
-Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[T, CompiledEntry]]
+Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[Draft, CompiledEntry]]
 # So many candidates are lowered for the time of their programs at most, those that do not fit among them.
 _MOST = 16
 # So many of the layouts that need least are tried with other options, where nothing fits.
@@ -68,16 +68,16 @@ _LARGE_USES, _MOST_OF_LARGE = 200, 5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Decided(Generic[T]):
+class Decided:
     """Is a step with nothing left to be chosen.
 
-    **Attributes:** `recipe`: with what was chosen. `mesh`: its devices, or an abstract mesh. `made`, `entry`: what was
+    **Attributes:** `recipe`: with what was chosen. `mesh`: its devices, or an abstract mesh. `draft`, `entry`: what was
     built by them. `choice`: how they were chosen.
     """
 
     recipe: Recipe
     mesh: Mesh | AbstractMesh
-    made: T
+    draft: Draft
     entry: CompiledEntry
     choice: Choice
 
@@ -99,7 +99,7 @@ def mesh_not_chosen(name: str) -> MeshError:
     )
 
 
-def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: Bound, build: Build[T]) -> Decided[T]:
+def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: Bound, build: Build) -> Decided:
     """Chooses what a training step leaves open, and builds it.
 
     **Arguments:** `recipe`: the step; its rules are chosen where they are `TO_BE_CHOSEN`, and what else its flags say.
@@ -118,7 +118,7 @@ def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: B
     return decided
 
 
-def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
+def _decided(places: _Places, recipe: Recipe, build: Build) -> Decided:
     """Chooses, and builds what was chosen. Raises what `build_chosen` raises."""
     budget, rules = recipe.memory_budget_bytes, None if recipe.rules == TO_BE_CHOSEN else recipe.rules
     priced = places.priced()
@@ -135,7 +135,7 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
         return places.built(choice, build)
     lowered: list[Candidate] = []
     refusals: list[Refused] = []
-    best: tuple[Candidate, Decided[T]] | None = None
+    best: tuple[Candidate, Decided] | None = None
     most = _MOST if len(places.graph.uses) <= _LARGE_USES else _MOST_OF_LARGE
     for candidate in in_turn(choice, lowered, most if is_timed else None, places.otherwise):
         try:
@@ -160,7 +160,7 @@ def _decided(places: _Places, recipe: Recipe, build: Build[T]) -> Decided[T]:
 
 
 def _cheapest_changes(
-    places: _Places, recipe: Recipe, choice: Choice, lowered: Sequence[Candidate], build: Build[T]
+    places: _Places, recipe: Recipe, choice: Choice, lowered: Sequence[Candidate], build: Build
 ) -> list[Candidate]:
     """Returns what fits where nothing does as the step was asked for, by options that it does not leave to be chosen:
     of the layouts that need least, with sharded state, with blocks computed again, and in microbatches, unless sharded
@@ -202,7 +202,7 @@ def _about_parts(choice: Choice) -> str:
     return "" if refused is None or MICROBATCHES not in choice.also else f"{refused.rules}: {refused.why}"
 
 
-def _lowered(candidate: Candidate, decided: Decided[T], budget: float, is_timed: bool) -> Candidate:
+def _lowered(candidate: Candidate, decided: Decided, budget: float, is_timed: bool) -> Candidate:
     """Returns a candidate with what its lowered step needs at most, where there is a budget, and what it takes where it
     `is_timed` and fits."""
     recipe = decided.recipe
@@ -211,7 +211,8 @@ def _lowered(candidate: Candidate, decided: Decided[T], budget: float, is_timed:
     machine = recipe.calibration or recipe.target
     if not is_timed or machine is None or not candidate.fits(budget):
         return candidate
-    return dataclasses.replace(candidate, program_seconds=program_time(recipe, decided.entry, machine).seconds)
+    entry = observed_entry(recipe, decided.mesh, decided.draft, decided.entry)
+    return dataclasses.replace(candidate, program_seconds=program_time(recipe, entry, machine).seconds)
 
 
 def _most_bytes(entry: CompiledEntry) -> int:
@@ -367,7 +368,7 @@ class _Places:
         """Returns the call on a mesh with blocks computed again, for what rule sets make of it."""
         return self._traced_with(remat) if remat else self._traced_on(shape)
 
-    def built(self, choice: Choice, build: Build[T]) -> Decided[T]:
+    def built(self, choice: Choice, build: Build) -> Decided:
         """Builds the step as it was chosen."""
         mesh = self._mesh(choice.mesh)
         traced = trace_step(self._recipe, self._bound, mesh=mesh) if self._names_axes else self._traced_on(choice.mesh)
@@ -378,8 +379,8 @@ class _Places:
             remat=best.remat or self._recipe.remat, chooses_remat=False,
         )  # fmt: skip
         traced = traced.rematerialised(best.remat).in_microbatches(number)
-        made, entry = build(decided, mesh, traced, tuple(choice.lines()))
-        return Decided(decided, mesh, made, entry, choice)
+        draft, entry = build(decided, mesh, traced, tuple(choice.lines()))
+        return Decided(decided, mesh, draft, entry, choice)
 
     def _mesh(self, shape: MeshShape) -> Mesh | AbstractMesh:
         if self._fixed is not None:

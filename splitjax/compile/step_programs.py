@@ -24,6 +24,7 @@ from splitjax.compile.building import begin, compile_draft
 from splitjax.compile.choosing import build_chosen, mesh_not_chosen, nameable_mesh
 from splitjax.compile.devices import mesh_for
 from splitjax.compile.entry import CompiledEntry, CompileRecord, Recipe
+from splitjax.compile.observed_entry import observed_entry
 from splitjax.compile.programs import StepProgram
 from splitjax.compile.session import Session, merged
 from splitjax.lower.partial.workers import prepare
@@ -160,6 +161,12 @@ class StepPrograms:
                     self._padded.setdefault(leaf.path, {})[leaf.shape] = leaf.logical
         self.last = entry
         return entry
+
+    def observed(self, args: tuple[Any, ...]) -> CompiledEntry:
+        """Returns the entry of a call with `args`, with the program that runs once its tables were observed; what is
+        not known of them yet is supposed (`observed_entry`)."""
+        entry = self.entry(args)
+        return observed_entry(self._recipe, self.mesh, self._drafts[entry.call.signature], entry)
 
     def _as_known(self, bound: Bound) -> Bound:
         """Returns a call with leaves of the sizes that the step knows: some of them may come as they are stored."""
@@ -386,4 +393,4 @@ class StepPrograms:
 
         decided = build_chosen(self._recipe, self._open_mesh or self.mesh, bound, build)
         self._recipe, self._mesh, self.choice = decided.recipe, decided.mesh, decided.choice
-        return decided.made, decided.entry
+        return decided.draft, decided.entry

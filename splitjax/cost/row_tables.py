@@ -22,12 +22,16 @@ class RowTable:
 
     - `param`: its path. `leaves`: the flat arguments of which its update reads and writes these rows alone.
     - `gradient_bytes`: what a device has of its gradient. `sent`: what a device sends for it.
+    - `is_owned`: whether workers own its rows. `joins`: the table in whose messages its rows travel then, and are
+      counted; empty for one that has its own.
     """
 
     param: str
     leaves: tuple[int, ...]
     gradient_bytes: int
     sent: tuple[Collective, ...]
+    is_owned: bool = False
+    joins: str = ""
 
 
 def beside_rows(sent: Sequence[Collective], by_rows: Collection[str]) -> tuple[Collective, ...]:

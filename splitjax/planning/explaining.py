@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from splitjax._plan_explained import Alternative, Explanation, StepCost
 from splitjax.choosing import Prices
 from splitjax.choosing.domain import Group, groups_of, read_together, rule_set
+from splitjax.cost.row_tables import RowTable
 from splitjax.errors import PlanError, SplitjaxError, UnavailableError
 from splitjax.machines.targets import parse_target
 from splitjax.mesh import MeshShape
@@ -25,6 +26,7 @@ from splitjax.planning.constraining import constrain
 from splitjax.planning.draft import Draft
 from splitjax.planning.layouts import lay_out, pin_rest, place_examples, share_state
 from splitjax.planning.predict import StepPrediction
+from splitjax.planning.table_plan import row_tables
 from splitjax.roles import Role
 from splitjax.rules.pins import Pin
 from splitjax.rules.rule import Rule
@@ -91,13 +93,25 @@ class _Costs:
     prices: Prices
 
     def of(self, step: StepPrediction) -> StepCost:
-        """Returns what a predicted step takes."""
+        """Returns what a predicted step takes. Tables that go by rows send what was observed or, before that, what
+        they do where every lookup finds another row."""
         dense, mesh = step.dense, self.draft.shape
-        sending = functools.partial(self.prices.sending_seconds, mesh=mesh)
-        # Partial backpropagation and tables by rows send something else than dense sums.
-        seconds = self.prices.seconds(dense) - sending(dense.collectives) + sending(step.collectives)
-        sent = sum(each.bytes for each in step.collectives)
-        return StepCost(seconds, sent, dense.memory.state_bytes, dense.memory.peak_bytes)
+        tables = _row_tables(self.draft, step)
+        before = () if self.draft.decision is not None else (each for table in tables for each in table.sent)
+        sent = (*step.collectives, *before)
+        return StepCost(
+            self.prices.local_seconds(dense, tables) + self.prices.sending_seconds(sent, mesh),
+            sum(each.bytes for each in sent),
+            dense.memory.state_bytes,
+            dense.memory.peak_bytes,
+        )
+
+
+def _row_tables(draft: Draft, step: StepPrediction) -> tuple[RowTable, ...]:
+    """Returns the tables that go by rows in a predicted step of the draft."""
+    return (
+        () if step.tables is None else row_tables(step.tables, draft.request.sync, draft.shape, draft.layout.batch_axes)
+    )
 
 
 def machine_prices(on: str | None, platform: str, mesh: MeshShape, place: str) -> tuple[Prices, str]:

@@ -142,13 +142,34 @@ def decide(
     why = {}
     for table in step.tables:
         sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param).scheme
-        if table.exchange.pulls or asked != AUTO:
+        if table.exchange.pulls:
+            # There is room for as many rows of all tables that travel together, whose ids are the same.
+            row_bytes = sum(each.row_size * itemsize(each.dtype) for each in step.together(table))
+            as_one = dataclasses.replace(table, row_size=row_bytes // itemsize(table.dtype))
+            all_rows = sparsity_of(as_one, samples[table.param])
+            chosen[table.param], why[table.param] = table.exchange.planned(all_rows), table.exchange.reason(sparsity)
+            continue
+        if asked != AUTO:
             chosen[table.param], why[table.param] = table.exchange.planned(sparsity), table.exchange.reason(sparsity)
             continue
         choice = choose(sparsity, links.get(table.axes, Link(0.0, float("inf"))), _candidates(step, table))
         chosen[table.param] = ByScheme(choice.scheme, choice.best.capacities)
         why[table.param] = f"chosen: {choice.reason}; {seen(sparsity)}"
     return TableDecision(chosen, why)
+
+
+def suppose(step: SparseStep, request: SyncRequest, links: Mapping[tuple[str, ...], Link]) -> TableDecision:
+    """Decides schemes and capacities of tables of which no step was observed yet, as if every lookup of a worker found
+    another row, evenly among all rows, and workers read the same ones only where there are too few. The arguments are
+    those of `decide`."""
+    samples = {}
+    for table in step.tables:
+        n = table.num_workers
+        rows = min(sum(lookup.num_ids for lookup in step.table_of(table).lookups) // n, table.num_rows)
+        of_all = np.arange(n)[:, None] + n * np.arange(rows)[None]
+        ids = of_all * max(table.num_rows // (n * rows), 1) % table.num_rows
+        samples[table.param] = [ids] * OBSERVED_STEPS
+    return decide(step, request, samples, links)
 
 
 def axes_to_measure(step: SparseStep, request: SyncRequest) -> tuple[tuple[str, ...], ...]:

@@ -159,11 +159,14 @@ class StepPrediction:
 
     def _row_exchanges(self) -> Iterator[Collective]:
         """Yields what is sent for tables that go by rows."""
-        by_rows = _paths(self.tables)
-        names = {param: layer.name for layer in self.draft.layout.layers for param in layer.params} if by_rows else {}
-        for sync in self.syncs:
-            if sync.param in by_rows:
-                yield from row_exchange(sync, names.get(sync.param, sync.param))
+        if self.tables is None:
+            return
+        names = {param: layer.name for layer in self.draft.layout.layers for param in layer.params}
+        syncs = {sync.param: sync for sync in self.syncs}
+        for table in self.tables.tables:
+            if not table.joins:
+                together = [syncs[each.param] for each in self.tables.together(table)]
+                yield from row_exchange(together, names.get(table.param, table.param))
 
 
 def dense_prediction(draft: Draft) -> Prediction:

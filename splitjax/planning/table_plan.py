@@ -25,7 +25,7 @@ from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.tables.sync_request import AUTO, SyncRequest
 from splitjax.planning.tables.table_sync import TableSync
 from splitjax.sync.costs.dense import DenseCosts
-from splitjax.sync.costs.exchange import sizes_of
+from splitjax.sync.costs.exchange import ByOwners, sizes_of
 from splitjax.sync.profile import Table as Costs
 from splitjax.trace.graph import itemsize
 from splitjax.trace.tables import LookupTable
@@ -33,12 +33,14 @@ from splitjax.trace.tables import LookupTable
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
 
 
-def row_exchange(sync: SyncPlan, layer: str) -> tuple[Collective, ...]:
-    """Returns what is sent for a table that goes by rows, whose entry of the plan is `sync`. `layer`: its layer."""
-    if not sync.bytes:
+def row_exchange(syncs: Sequence[SyncPlan], layer: str) -> tuple[Collective, ...]:
+    """Returns what is sent for tables that go by rows in the same messages. `syncs`: their entries of the plan, that of
+    the table whose messages these are first. `layer`: its layer."""
+    first, num_bytes = syncs[0], sum(sync.bytes for sync in syncs)
+    if not num_bytes:
         return ()
-    purpose = Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, sync.param, scheme=sync.scheme)
-    return (Collective(ROW_EXCHANGE, sync.axis, sync.bytes, layer, purpose),)
+    purpose = Purpose(PurposeKind.GRADIENT_ROWS, Phase.BACKWARD, first.param, scheme=first.scheme)
+    return (Collective(ROW_EXCHANGE, first.axis, num_bytes, layer, purpose),)
 
 
 def dense_bytes(param: str, sent: Sequence[Collective]) -> int:
@@ -82,18 +84,20 @@ def row_tables(
         num_ids = sum(lookup.num_ids for lookup in step.table_of(table).lookups)
         split = tuple(axis for axis in spec_axes(table.spec[1:]) if axis in batch_axes)
         may_be_dense = request.of(table.param).scheme == AUTO
-        sent = (*_sent_at_most(table, num_ids, may_be_dense), *_turned(table, num_ids, split, mesh.size(split)))
-        found.append(RowTable(table.param, table.leaves, stored[table.param], sent))
+        # Rows that travel in another table's messages are counted there.
+        row = sum(each.row_size * itemsize(each.dtype) for each in step.together(table))
+        own = () if table.joins else _sent_at_most(table, num_ids, row, may_be_dense)
+        sent = (*own, *_turned(table, num_ids, split, mesh.size(split)))
+        found.append(RowTable(table.param, table.leaves, stored[table.param], sent, table.exchange.pulls, table.joins))
     return tuple(found)
 
 
-def _sent_at_most(table: TableSync, num_ids: int, may_be_dense: bool) -> tuple[Collective, ...]:
-    """Returns what a worker sends for a table where every one of the `num_ids` lookups finds another row.
-    `may_be_dense`: whether the whole gradient is sent where that is less."""
+def _sent_at_most(table: TableSync, num_ids: int, row: int, may_be_dense: bool) -> tuple[Collective, ...]:
+    """Returns what a worker sends for a table where every one of the `num_ids` lookups finds another row, of `row`
+    bytes with those that travel with it. `may_be_dense`: whether the whole gradient is sent where that is less."""
     n, axis = table.num_workers, "+".join(table.axes)
     if n == 1:
         return ()
-    row = table.row_size * itemsize(table.dtype)
     rows = min(num_ids // n, table.num_rows)
     if table.exchange.pulls:
         # Requests, rows, and their gradients. A worker owns as many of the rows that it reads as any other does.
@@ -162,19 +166,35 @@ def _rows_plan(table: TableSync, traced: LookupTable, dense: int, decision: Tabl
     else:
         why = decision.why[traced.param]
     if decision is None or not decision.is_whole:
-        why = "; ".join((*_changes(table, traced), why))
+        why = "; ".join((*_changes(table, traced), *_joins(table), why))
     return SyncPlan(
         traced.param,
         exchange.name,
         "+".join(table.axes),
         traced.num_rows,
-        exchange.predicted_bytes(sizes) if table.num_workers > 1 else 0,
+        _sent(table, sizes),
         dense,
         why,
         traced.update is None,
         exchange.options,
         sizes_of(exchange.capacities),
     )
+
+
+def _sent(table: TableSync, sizes: Costs) -> int:
+    """Returns what a worker sends for a table of these `sizes`: of one whose rows travel with another's, the rows."""
+    if table.num_workers == 1:
+        return 0
+    exchange = table.exchange
+    return (
+        exchange.row_bytes(sizes) if table.joins and isinstance(exchange, ByOwners) else exchange.predicted_bytes(sizes)
+    )
+
+
+def _joins(table: TableSync) -> Iterator[str]:
+    """Says with whose rows those of a table travel."""
+    if table.joins:
+        yield f"looked up by the ids of {table.joins}, with whose rows its own travel"
 
 
 def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:

@@ -13,7 +13,7 @@ more rows in all, with room for everything. Call inside `shard_map` with `check_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,16 +51,25 @@ class OwnerSharded(OwnerShardedCosts):
         **Returns:** f[m, *row]; where each id stands among the rows asked for, i32[m] (past their end for none,
         and for those that there was no room to ask for); and the requests.
         """
+        (looked,), slots, requests = self.read_each([shard], ids, axis)
+        return looked, slots, requests
+
+    def read_each(self, shards: Sequence[Array], ids: Array, axis: Axis) -> tuple[tuple[Array, ...], Array, Requests]:
+        """Reads rows of several tables that are looked up by the same `ids`, in the messages of one: ids are sent once.
+
+        `shards` are this worker's rows of each, f[size, *row]; all else is as in `read`, with the rows of each.
+        """
         most = min(ids.size, self.num_rows)
         unique, slots, count = unite(ids, self.num_rows, self.room(most))
-        rows, requests = self.pull(shard, self.request(unique, axis, count if unique.size < most else None), axis)
-        looked = take_rows(rows, slots)
+        requests = self.request(unique, axis, count if unique.size < most else None)
+        rows, requests = self._pull_each(shards, requests, axis)
+        looked = tuple(take_rows(each, slots) for each in rows)
         if requests.lacks is None:
             return looked, slots, requests
 
-        def whole(_: Array) -> Array:
+        def whole(_: tuple[Array, ...]) -> tuple[Array, ...]:
             unlimited = dataclasses.replace(self, capacities=dataclasses.replace(self.capacities, local=0))
-            return unlimited.read(shard, ids, axis)[0]
+            return unlimited.read_each(shards, ids, axis)[0]
 
         with jax.named_scope(AGAIN):
             return once(requests.lacks, whole, looked), slots, requests
@@ -102,18 +111,23 @@ class OwnerSharded(OwnerShardedCosts):
         **Returns:** f[k, *row] in the order of the ids (zeros where there is none), and the requests, which now
         know whether all gradients will have room.
         """
+        (rows,), requests = self._pull_each([shard], requests, axis)
+        return rows, requests
+
+    def _pull_each(self, shards: Sequence[Array], requests: Requests, axis: Axis) -> tuple[tuple[Array, ...], Requests]:
+        """Fetches the rows that were asked for of several tables; see `pull`."""
         partition = self._partition(axis)
         code = always(self.capacities.push, partition.size)
         fits = (requests.count <= self.capacities.pull) & (requests.num_passes <= 1)
         fits = fits if requests.lacks is None else fits & ~requests.lacks
-        rows = jnp.zeros((requests.ids.size, *shard.shape[1:]), shard.dtype)
-        rows, good = self._answer(rows, shard, requests.asked, requests.order, fits, axis)
+        rows = tuple(jnp.zeros((requests.ids.size, *shard.shape[1:]), shard.dtype) for shard in shards)
+        rows, good = self._answer(rows, shards, requests.asked, requests.order, fits, axis)
 
-        def again(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def again(state: tuple[tuple[Array, ...], Array]) -> tuple[tuple[Array, ...], Array]:
             rows, waiting = state
             order, codes, _ = self._ask(requests.ids, waiting, partition, code)
             (codes,), sources = wire.exchange([codes], axis, self.pattern)
-            rows, _ = self._answer(rows, shard, decode(code, codes)[jnp.argsort(sources)], order, fits, axis)
+            rows, _ = self._answer(rows, shards, decode(code, codes)[jnp.argsort(sources)], order, fits, axis)
             return rows, waiting.at[order].set(False, mode="drop")
 
         waiting = (requests.ids < self.num_rows).at[requests.order].set(False, mode="drop")
@@ -175,13 +189,23 @@ class OwnerSharded(OwnerShardedCosts):
 
         `axis` is the mesh axis or axes of the workers. Returns the sum, and what rounding took away.
         """
+        ((owned, lost),) = self.collect_each([values], requests, axis)
+        return owned, lost
+
+    def collect_each(
+        self, values: Sequence[Array], requests: Requests, axis: Axis
+    ) -> tuple[tuple[RowSparse, Array | None], ...]:
+        """Adds up the gradients of this worker's rows of several tables that were read by `read_each`, in the message
+        of one. `values` are those of each; all else is as in `collect`, whose results it returns for each."""
         partition, pull = self._partition(axis), self.capacities.pull
-        rounded = values.astype(self.wire_dtype or values.dtype)
-        (blocks,), sources = wire.exchange([take_rows(rounded, requests.order)], axis, self.pattern)
-        flat = blocks.reshape(-1, *values.shape[1:])
-        sums = sum_rows(flat, requests.slots[sources].reshape(-1), pull, values.dtype, has_no_gaps=True)
-        owned = RowSparse(requests.owned, sums, requests.count, partition.size)
-        return owned, rounded_away(values, rounded) if self.wire_dtype else None
+        rounded = [each.astype(self.wire_dtype or each.dtype) for each in values]
+        blocks, sources = wire.exchange([take_rows(each, requests.order) for each in rounded], axis, self.pattern)
+        slots, found = requests.slots[sources].reshape(-1), []
+        for own, sent, received in zip(values, rounded, blocks, strict=True):
+            sums = sum_rows(received.reshape(-1, *own.shape[1:]), slots, pull, own.dtype, has_no_gaps=True)
+            owned = RowSparse(requests.owned, sums, requests.count, partition.size)
+            found.append((owned, rounded_away(own, sent) if self.wire_dtype else None))
+        return tuple(found)
 
     def collect_all(self, ids: Array, values: Array, axis: Axis) -> RowSparse:
         """Adds up all gradients of this worker's rows from all workers, whatever their number.
@@ -210,14 +234,16 @@ class OwnerSharded(OwnerShardedCosts):
         return order, codes, jnp.max(-(-counts // code.capacity))
 
     def _answer(
-        self, rows: Array, shard: Array, asked: Array, order: Array, fits: Array, axis: Axis
-    ) -> tuple[Array, Array]:
+        self, rows: Sequence[Array], shards: Sequence[Array], asked: Array, order: Array, fits: Array, axis: Axis
+    ) -> tuple[tuple[Array, ...], Array]:
         n = lax.axis_size(axis)
         flags = jnp.full((n,), fits.astype(jnp.int32))
-        answers = take_rows(shard, asked).astype(self.wire_dtype or shard.dtype)
-        (blocks, flags), sources = wire.exchange([answers, flags], axis, self.pattern)
-        new = set_rows(
-            rows, order[sources].reshape(-1), blocks.reshape(-1, *rows.shape[1:]).astype(rows.dtype), is_sorted=False
+        answers = [take_rows(shard, asked).astype(self.wire_dtype or shard.dtype) for shard in shards]
+        (*blocks, flags), sources = wire.exchange([*answers, flags], axis, self.pattern)
+        places = order[sources].reshape(-1)
+        new = tuple(
+            set_rows(own, places, block.reshape(-1, *own.shape[1:]).astype(own.dtype), is_sorted=False)
+            for own, block in zip(rows, blocks, strict=True)
         )
         return new, (flags > 0).all()
 

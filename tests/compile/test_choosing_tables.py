@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,3 +71,66 @@ def test_the_numbers_of_one_device():
     np.testing.assert_allclose(state["params"]["table"][:ROWS], one["params"]["table"], rtol=1e-4, atol=1e-6)
     (table,) = decorated.plan(state, batch()).syncs
     assert table.scheme == "owner_sharded" and table.bytes
+
+
+def clicks(params, batch):
+    factors, linear = params["factors"][batch["ids"]], params["linear"][batch["ids"]]
+    return jnp.mean((jnp.square(factors.sum(axis=1)).sum(axis=-1) + linear.sum(axis=(1, 2))) ** 2)
+
+
+def click_step(state, batch):
+    loss, grads = splitjax.value_and_grad(clicks)(state["params"], batch)
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+def click_init(key):
+    params = {"factors": jax.random.normal(key, (ROWS, 16)), "linear": jax.random.normal(key, (ROWS, 1))}
+    return {"params": params, "opt": TX.init(params)}
+
+
+CALIBRATION = pathlib.Path(__file__).parents[1] / "codec" / "data" / "calibration.json"
+
+
+def test_a_narrow_table_lies_with_the_wide_one_that_is_looked_up_by_its_ids():
+    decorated = splitjax.parallelize(click_step, mesh=MESH, rules="auto", sync="auto", uneven="pad")
+    shapes = jax.eval_shape(click_init, jax.random.key(0)), batch()
+    plan = decorated.plan(*shapes)
+    assert [sync.scheme for sync in plan.syncs] == ["owner_sharded"] * 2
+    assert "looked up by the ids of params/factors" in plan.syncs[1].why
+    # The search adds up what both cost together: the sum is what the whole prediction says.
+    for answer in decorated.choice.answers:
+        assert answer.network_seconds == pytest.approx(answer.candidate.seconds, rel=0.02)
+
+
+def test_a_program_is_timed_as_it_is_once_its_tables_were_observed():
+    """Not as the first steps run, which gather all rows, nor with what runs where there is no room."""
+    decorated = splitjax.parallelize(step, mesh=MESH, rules="embedding_owner", sync="auto", uneven="pad")
+    shapes = jax.eval_shape(init, jax.random.key(0)), batch()
+    assert not decorated.plan(*shapes).syncs[0].is_decided
+    time = decorated.time(*shapes, on=CALIBRATION)
+    rows = EXAMPLES * WORDS // 4
+    # Three quarters of a worker's rows are another's: pulled and pushed, with some room for chance.
+    least = 2 * 0.75 * rows * WIDTH * 4
+    exchanged = sum(part.sent_bytes for part in time.collectives if part.op in ("all_to_all", "permute"))
+    assert least < exchanged < 1.3 * least
+    assert sum(part.sent_bytes for part in time.collectives) < 1.4 * least
+
+
+def test_candidates_are_compared_by_the_programs_behind_the_observed_steps():
+    options = {"mesh": MESH, "sync": "auto", "uneven": "pad"}
+    decorated = splitjax.parallelize(click_step, rules="auto", target=CALIBRATION, **options)
+    shapes = jax.eval_shape(click_init, jax.random.key(0)), batch()
+    decorated.plan(*shapes)
+    timed = {each.rules.name: each.program_seconds for each in decorated.choice.candidates if each.program_seconds}
+    for rules in ("embedding_owner", "data_parallel"):
+        alone = splitjax.parallelize(click_step, rules=rules, **options)
+        assert timed[rules] == alone.time(*shapes, on=CALIBRATION).seconds
+
+
+def test_what_explains_a_table_prices_its_rows():
+    decorated = splitjax.parallelize(step, mesh=MESH, rules="embedding_owner", sync="auto", uneven="pad")
+    plan = decorated.plan(jax.eval_shape(init, jax.random.key(0)), batch())
+    explained = plan.explain("params/table")
+    rows, whole = EXAMPLES * WORDS // 4, 2 * 3 / 4 * ROWS * WIDTH * 4
+    assert 2 * 0.75 * rows * WIDTH * 4 <= explained.planned.sent_bytes < whole / 2

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from splitjax import _compat
 from splitjax.cost.memory.other_meshes import Axes, OtherAxis
 from splitjax.primitives.dims import DimMap
 
 Split = tuple[Axes, ...]  # per dim, the mesh axes that it is split over
+_RARE = re.compile(r"splitjax:(?:fallback|again)\b")
 
 
 class Kind(enum.Enum):
@@ -65,6 +68,12 @@ class Node:
     num_carry: int = 0
     manual: frozenset[str] = frozenset()
     origin: tuple[Any, ...] = ()
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it hardly ever runs, by the scope around it: for all rows of a table, or for the rest of them, where
+        there was no room for those that a step read."""
+        return any(_RARE.search(name) for name in _compat.name_stacks(self.origin))
 
 
 @dataclasses.dataclass(eq=False, slots=True)

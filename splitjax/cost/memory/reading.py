@@ -42,14 +42,19 @@ _MADE = frozenset(("iota", "axis_index", "create_token", "empty", "random_clone"
 
 
 def read(
-    jaxpr: Any, splits: Sequence[Split | None], results: Sequence[Split | None], sizes: Mapping[str, int]
+    jaxpr: Any,
+    splits: Sequence[Split | None],
+    results: Sequence[Split | None],
+    sizes: Mapping[str, int],
+    platform: str = "",
 ) -> Program:
     """Reads the closed `jaxpr` of a step.
 
     **Arguments:** `splits`, `results`: by argument and by result, how it is split; None where that is open. `sizes`: of
-    the mesh axes."""
+    the mesh axes. `platform`: that it is compiled for, which alone of those that JAX traced for stays
+    (`jax.lax.platform_dependent`); all of them stay where none is said."""
     inner, _ = _compat.open_jaxpr(jaxpr)
-    reader = _Reader(Program(Region([], [], []), set(), [], [], [], set(), dict(sizes)))
+    reader = _Reader(Program(Region([], [], []), set(), [], [], [], set(), dict(sizes)), platform)
     arguments = [reader.fresh(var.aval) for var in inner.invars]
     for value, split in zip(arguments, splits, strict=True):
         reader.fix(value, split)
@@ -68,6 +73,17 @@ def read(
     return program
 
 
+def _branch_of(platforms: Sequence[Sequence[str] | None] | None, platform: str) -> int | None:
+    """Returns which branch is compiled for a `platform`, of those for `platforms`, of which None stands for all others;
+    None where no platform is asked for."""
+    if platforms is None or not platform:
+        return None
+    names = {"cuda", "rocm"} if platform == "gpu" else {platform}
+    meant = [number for number, each in enumerate(platforms) if each is not None and names & set(each)]
+    others = [number for number, each in enumerate(platforms) if each is None]
+    return next(iter((*meant, *others)), None)
+
+
 def split_of(spec: Sequence[Any], rank: int) -> Split:
     """Returns a `PartitionSpec`, or a spec of a plan, as a split of `rank` dims."""
     entries = [spec_axes((entry,)) if isinstance(entry, (str, tuple)) else () for entry in tuple(spec)[:rank]]
@@ -77,6 +93,7 @@ def split_of(spec: Sequence[Any], rank: int) -> Split:
 @dataclasses.dataclass
 class _Reader:
     program: Program
+    platform: str = ""
     zeros: set[int] = dataclasses.field(default_factory=set)
     products: set[int] = dataclasses.field(default_factory=set)
     bells: Bells = dataclasses.field(default_factory=Bells)
@@ -277,6 +294,9 @@ class _Reader:
         return outputs
 
     def branches(self, eqn: Any, inputs: list[int], nodes: list[Node], manual: frozenset[str]) -> list[int]:
+        chosen = _branch_of(eqn.params.get("branches_platforms"), self.platform)
+        if chosen is not None:
+            return self.run(eqn.params["branches"][chosen], inputs[1:], nodes, manual)
         outputs = [self.fresh(var.aval) for var in eqn.outvars]
         regions, ties = [], []
         for branch in eqn.params["branches"]:

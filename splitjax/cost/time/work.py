@@ -86,7 +86,7 @@ class Task:
 def tasks_of(placed: PlacedProgram, layered: bool = False) -> tuple[Task, ...]:
     """Returns what a device does in a step of the program `placed`, in the order of the program. `layered`: whether to
     say of every task whose it is."""
-    program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes)
+    program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes, placed.platform)
     spread(program)
     compiler = compiler_of(placed.platform)
     storage = Storage(program, compiler)
@@ -134,6 +134,8 @@ class _Reader:
 
     def of_step(self, step: Step) -> Iterator[Task]:
         node = self.makers.get(step.writes[0] if step.made is None else step.made) if step.writes else None
+        if node is not None and node.is_rare:
+            return
         reads, writes = tuple(step.reads), tuple(step.writes)
         if step.name == "all_reduces":  # several that became one
             each_sends = [self.collective(maker).sent_bytes for each in writes if (maker := self.makers.get(each))]

@@ -1,8 +1,9 @@
 """The protocol of how the rows of a table travel in one evaluation of a step, whichever exchange was planned for it.
 
 What an `Exchange` says (`sync.costs.exchange`), a table and its array go in before the forward pass: `RowsInStep` come
-out. The cotangents of its lookups go in behind the backward pass: `SummedRows` come out, which write the state.
-`table_rows` and `owned_rows` have an implementation each; `sparse` knows of this protocol alone.
+out. The cotangents of its lookups (`RowGradients`) go in behind the backward pass: `SummedRows` come out, which write
+the state. Rows of several tables that are looked up by the same ids go together. `table_rows` and `owned_rows` have an
+implementation each; `sparse` knows of this protocol alone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,20 @@ class LookedUp:
     ids: Sequence[Any] | None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowGradients:
+    """Holds what a backward pass gives for the rows of a table.
+
+    - `ids`, `values`: per lookup its ids i[...], and the cotangents of its rows f[..., *row].
+    - `residual`: f[n, num_rows, *row], what rounding took away in earlier steps, of a table that has a `wire_dtype`;
+      else None.
+    """
+
+    ids: Sequence[Any]
+    values: Sequence[Any]
+    residual: Any = None
+
+
 class SummedRows(Protocol):
     """The sums of the rows of a table, and what is needed where there was no room for everything."""
 
@@ -76,26 +91,26 @@ class SummedRows(Protocol):
 
 
 class RowsInStep(Protocol):
-    """The rows of a table from before the forward pass until they are exchanged."""
+    """The rows of a table from before the forward pass until they are exchanged, with those of all tables that travel
+    in its messages."""
 
-    def given(self, lookup: EditedLookup, number: int) -> Any:
-        """Returns what `lookup`, number `number` among the table's, is differentiated by."""
+    def given(self, which: int, lookup: EditedLookup, number: int) -> Any:
+        """Returns what `lookup`, number `number` among those of table `which` of these, is differentiated by."""
         ...
 
-    def push(self, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> SummedRows:
-        """Exchanges the gradients of the rows.
+    def push(self, ready: Any, gradients: Sequence[RowGradients]) -> Sequence[SummedRows]:
+        """Exchanges the gradients of the rows; returns the sums of each table.
 
         **Arguments:**
 
         - `ready`: bool[], True once all pulls have ended.
-        - `ids`, `values`: per lookup its ids i[...], and the cotangents of its rows f[..., *row].
-        - `residual`: f[n, num_rows, *row], what rounding took away in earlier steps, of a table that has a
-          `wire_dtype`; else None.
+        - `gradients`: of the rows of each table.
         """
         ...
 
 
-BeginRows = Callable[[Surroundings, LookedUp], RowsInStep]
+# Begins the exchange of the rows of a table, and of those of the tables that travel in its messages.
+BeginRows = Callable[[Surroundings, Sequence[LookedUp]], RowsInStep]
 
 
 def placed(table: TableSync, loops: Sequence[int], ids: Sequence[Any]) -> TableSync:

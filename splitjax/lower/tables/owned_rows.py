@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
-from splitjax.lower.tables.around import LookedUp, Surroundings, placed
+from splitjax.lower.tables.around import LookedUp, RowGradients, Surroundings, placed
 from splitjax.lower.tables.collective_order import known_at_the_end
 from splitjax.lower.tables.table_rows import JOIN
 from splitjax.plan import spec_axes
@@ -35,77 +35,95 @@ from splitjax.sync.synchronising import once
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pulled:
-    """The rows that a step asked the owners for, by worker (leading dims of all arrays are cut over them).
+    """The rows that a step asked the owners for, by worker (leading dims of all arrays are cut over them): of a table,
+    and of those that are looked up by the same ids.
 
-    - `table`: how the table is synchronised.
+    - `tables`: how they are synchronised.
     - `around`: the exchanges of the step.
-    - `rows`: per lookup f[*ids, *row].
+    - `rows`: of each table, per lookup f[*ids, *row].
     - `ids`: per lookup i[...].
     - `slots`: where each looked-up id stands among the rows that the worker asked for, those without a gradient past
       the end.
     - `requests`: as `sync.owner` has them, each leaf with a leading dim of 1.
     """
 
-    table: TableSync
+    tables: Sequence[TableSync]
     around: Surroundings
-    rows: tuple[Any, ...]
+    rows: tuple[tuple[Any, ...], ...]
     ids: tuple[Any, ...]
     slots: Any
     requests: Requests
 
-    def given(self, lookup: EditedLookup, number: int) -> Any:
-        """Gives the rows of `lookup`, number `number` among those of the table, as its gather would give them."""
-        return _gathered(lookup, self.table, self.table.lookups[number].mode, self.ids[number], self.rows[number])
+    def given(self, which: int, lookup: EditedLookup, number: int) -> Any:
+        """Gives the rows of `lookup`, number `number` among those of table `which`, as its gather would give them."""
+        table = self.tables[which]
+        return _gathered(lookup, table, table.lookups[number].mode, self.ids[number], self.rows[which][number])
 
-    def push(self, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> OwnerSums:
-        """Sends the gradients of the pulled rows to their owners, who know which they were: `ids` are not sent again.
+    def push(self, ready: Any, gradients: Sequence[RowGradients]) -> list[OwnerSums]:
+        """Sends the gradients of the pulled rows to their owners, who know which they were: ids are not sent again.
 
-        `ready`, `values`: as `RowsInStep.push` has them. `residual`: as there; every worker keeps what was rounded away
+        `ready`, `gradients`: as `RowsInStep.push` has them. Of what is rounded every worker keeps what was taken away
         of all that it sends, its own rows' gradients too.
         """
-        return _push(self, ready, values, residual)
+        return _push(self, ready, gradients)
 
 
-def begin_owned(around: Surroundings, looked_up: LookedUp) -> Pulled:
+def begin_owned(around: Surroundings, looked_up: Sequence[LookedUp]) -> Pulled:
     """Pulls the rows that all lookups of a table read. `around`: the exchanges of the step. `looked_up`: the table and
-    its lookups, whose ids are known."""
-    assert looked_up.ids is not None, "rows are pulled where ids are known before the forward pass"
-    ids = looked_up.ids
-    table = placed(looked_up.table, looked_up.loops, ids)
+    its lookups, whose ids are known; and other tables that are looked up by the same ids, whose rows come along."""
+    first = looked_up[0]
+    assert first.ids is not None, "rows are pulled where ids are known before the forward pass"
+    ids = first.ids
+    tables = [placed(each.table, each.loops, ids) for each in looked_up]
+    table = tables[0]
 
-    def body(shard, numbers, ready):
+    def body(shards, numbers, ready):
         read, has_gradient = _read(table, numbers)
         exchange = _exchange(table, min(read.size, table.num_rows))
-        looked, slots, requests = exchange.read(shard, jnp.where(ready, read, table.num_rows), table.axes)
-        out, start = [], 0
-        for own_ids in numbers:
-            out.append(looked[start : start + own_ids.size].reshape(*own_ids.shape, *looked.shape[1:]))
-            start += own_ids.size
-        ended = known_at_the_end(requests.fits, looked)
-        return tuple(out), jnp.where(has_gradient, slots, requests.ids.size), _lead(requests), ended
+        looked, slots, requests = exchange.read_each(shards, jnp.where(ready, read, table.num_rows), table.axes)
+        ended = requests.fits
+        for each in looked:
+            ended = known_at_the_end(ended, each)
+        rows = tuple(_by_lookup(each, numbers) for each in looked)
+        return rows, jnp.where(has_gradient, slots, requests.ids.size), _lead(requests), ended
 
-    row_spec = table.row_spec
     spec = PartitionSpec(table.axes)
     run = jax.shard_map(
         body,
         mesh=around.mesh,
         check_vma=False,
         in_specs=(
-            PartitionSpec(table.axes, *row_spec),
+            [PartitionSpec(table.axes, *each.row_spec) for each in tables],
             [cut(lookup.dim, table.axes) for lookup in table.lookups],
             PartitionSpec(),
         ),
         out_specs=(
-            tuple(cut(lookup.dim, table.axes, x.ndim, row_spec) for lookup, x in zip(table.lookups, ids, strict=True)),
+            tuple(
+                tuple(
+                    cut(lookup.dim, table.axes, x.ndim, each.row_spec)
+                    for lookup, x in zip(table.lookups, ids, strict=True)
+                )
+                for each in tables
+            ),
             spec,
             spec,
             PartitionSpec(),
         ),
     )
     with jax.named_scope(scope("rows", table.param)):
-        rows, slots, requests, ended = run(looked_up.array, list(ids), around.order.ready())
+        arrays = [each.array for each in looked_up]
+        rows, slots, requests, ended = run(arrays, list(ids), around.order.ready())
     around.order.join(ended)
-    return Pulled(table, around, rows, tuple(ids), slots, requests)
+    return Pulled(tables, around, rows, tuple(ids), slots, requests)
+
+
+def _by_lookup(looked: Any, ids: Sequence[Any]) -> tuple[Any, ...]:
+    """Divides the rows f[m, *row] of all lookups, which have these `ids`: per lookup f[*ids, *row]."""
+    out, start = [], 0
+    for own in ids:
+        out.append(looked[start : start + own.size].reshape(*own.shape, *looked.shape[1:]))
+        start += own.size
+    return tuple(out)
 
 
 def _read(table: TableSync, ids: Sequence[Any]) -> tuple[Any, Any]:
@@ -189,7 +207,8 @@ class OwnerSums:
             update = lambda rows, state: state | written(RowView(rows.ids, rows.values, state, arrays), new)
             state = once(fits, lambda state: update(owned(), state), dict(state))
             whole = lambda rows, state: (update(rows, state), _ended(rows))
-            return once(~fits, lambda state: whole(every(), state[0]), (state, jnp.int32(0)))
+            with jax.named_scope(scope("fallback", self.table.param)):
+                return once(~fits, lambda state: whole(every(), state[0]), (state, jnp.int32(0)))
 
         return self._run(body, leaves, given, {leaf: spec for leaf in leaves})
 
@@ -248,57 +267,90 @@ def _ended(rows: RowSparse) -> Any:
     return jnp.minimum(rows.count, 0)
 
 
-def _push(pulled: Pulled, ready: Any, values: Sequence[Any], residual: Any) -> OwnerSums:
+def _push(pulled: Pulled, ready: Any, gradients: Sequence[RowGradients]) -> list[OwnerSums]:
     """Sends the gradients of the pulled rows to their owners; see `Pulled.push`."""
-    table, around = pulled.table, pulled.around
+    tables, around = pulled.tables, pulled.around
+    first = tables[0]
 
     def body(cotangents, slots, requests, kept, ready):
         requests = _unlead(requests)
         slots = jnp.where(ready, slots, requests.ids.size)
-        local, added = sum_rows(_flat(table, cotangents), slots, requests.ids.size, table.dtype), None
-        if kept is not None:
-            # Apart from the gradients: where there is no room, these come from the lookups themselves.
-            rows, kept = with_residual(
-                RowSparse(requests.ids, jnp.zeros_like(local), jnp.int32(0), table.num_rows), kept[0]
-            )
-            added = rows.values
-            local += added
-        mine, lost = _exchange(table, requests.ids.size).collect(local, requests, table.axes)
-        if kept is not None:
-            # Without room for all, everything is gathered as it is.
-            if lost is not None:
-                ids = jnp.where(requests.fits, requests.ids, table.num_rows)
-                kept = keep(kept, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
-            kept = kept[None]
-        return mine.ids, mine.values, known_at_the_end(requests.fits, mine.values), requests.ids, added, kept
+        local = [
+            _local(table, own, slots, requests, before)
+            for table, own, before in zip(tables, cotangents, kept, strict=True)
+        ]
+        exchange = _exchange(first, requests.ids.size)
+        sums = exchange.collect_each([own.values for own in local], requests, first.axes)
+        values, residuals, fits = [], [], requests.fits
+        for table, own, (mine, lost) in zip(tables, local, sums, strict=True):
+            after = own.residual
+            if after is not None:
+                # Without room for all, everything is gathered as it is.
+                if lost is not None:
+                    ids = jnp.where(requests.fits, requests.ids, table.num_rows)
+                    after = keep(after, RowSparse(ids, lost, jnp.int32(0), table.num_rows))
+                after = after[None]
+            values.append(mine.values)
+            residuals.append(after)
+            fits = known_at_the_end(fits, mine.values)
+        return sums[0][0].ids, values, fits, requests.ids, [own.added for own in local], residuals
 
-    spec, rows = PartitionSpec(table.axes), PartitionSpec(table.axes, *table.row_spec)
-    of_residual = None if residual is None else table.residual_spec
+    spec, rows = PartitionSpec(first.axes), [PartitionSpec(first.axes, *table.row_spec) for table in tables]
+    of_residuals = [
+        None if each.residual is None else table.residual_spec for table, each in zip(tables, gradients, strict=True)
+    ]
+    cotangents = [
+        [
+            cut(lookup.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
+            for lookup, x in zip(table.lookups, each.values, strict=True)
+        ]
+        for table, each in zip(tables, gradients, strict=True)
+    ]
     run = jax.shard_map(
         body,
         mesh=around.mesh,
         check_vma=False,
-        out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residual),
-        in_specs=(
-            [
-                cut(lookup.dim, table.axes, x.ndim - len(table.shape) + 1, table.row_spec)
-                for lookup, x in zip(table.lookups, values, strict=True)
-            ],
-            spec,
-            spec,
-            of_residual,
-            PartitionSpec(),
-        ),
+        out_specs=(spec, rows, PartitionSpec(), spec, rows, of_residuals),
+        in_specs=(cotangents, spec, spec, of_residuals, PartitionSpec()),
     )
-    with jax.named_scope(scope("rows", table.param)):
-        sums = OwnerSums(
-            table,
-            around,
-            (pulled.ids, values),
-            *run(list(values), pulled.slots, pulled.requests, residual, ready),
+    with jax.named_scope(scope("rows", first.param)):
+        positions, values, fits, asked, added, residuals = run(
+            [list(each.values) for each in gradients],
+            pulled.slots,
+            pulled.requests,
+            [each.residual for each in gradients],
+            ready,
         )
-    around.order.join(sums.fits)
-    return sums
+    around.order.join(fits)
+    of_each = zip(tables, gradients, values, added, residuals, strict=True)
+    return [
+        OwnerSums(table, around, (pulled.ids, each.values), positions, own, fits, asked, before, after)
+        for table, each, own, before, after in of_each
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """The gradients of the rows of a table that a worker asked for, before they are sent.
+
+    - `values`: f[k, *row]. `added`: what of them rounding took away in earlier steps; None without rounding.
+    - `residual`: f[num_rows, *row], what is left of that; None without rounding.
+    """
+
+    values: Any
+    added: Any
+    residual: Any
+
+
+def _local(table: TableSync, cotangents: Sequence[Any], slots: Any, requests: Requests, kept: Any) -> _Local:
+    """Adds up the `cotangents` of a worker's lookups by the rows that it asked for. `kept`: f[1, num_rows, *row], what
+    rounding took away before; None without rounding."""
+    values = sum_rows(_flat(table, cotangents), slots, requests.ids.size, table.dtype)
+    if kept is None:
+        return _Local(values, None, None)
+    # Apart from the gradients: where there is no room, these come from the lookups themselves.
+    rows, kept = with_residual(RowSparse(requests.ids, jnp.zeros_like(values), jnp.int32(0), table.num_rows), kept[0])
+    return _Local(values + rows.values, rows.values, kept)
 
 
 def _exchange(table: TableSync, capacity: int) -> OwnerSharded:

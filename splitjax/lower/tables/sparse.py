@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from splitjax import _compat
 from splitjax.lower.products.interpret import BoundaryHook, Hooks, evaluate
 from splitjax.lower.products.row_values import Rows, RowWriter, all_dense
-from splitjax.lower.tables.around import BeginRows, LookedUp, RowsInStep, SummedRows, Surroundings
+from splitjax.lower.tables.around import BeginRows, LookedUp, RowGradients, RowsInStep, SummedRows, Surroundings
 from splitjax.lower.tables.collective_order import CollectiveOrder
 from splitjax.lower.tables.owned_rows import begin_owned
 from splitjax.lower.tables.table_rows import begin_summed
@@ -42,7 +42,7 @@ class _SparseTrace:
     mesh: Mesh | AbstractMesh
     arguments: Sequence[Any]
     residuals: Mapping[str, Any]
-    rows: dict[int, RowsInStep] = dataclasses.field(default_factory=dict)
+    rows: dict[int, tuple[RowsInStep, int]] = dataclasses.field(default_factory=dict)
     summed: dict[int, SummedRows] = dataclasses.field(default_factory=dict)
     collectives: CollectiveOrder = dataclasses.field(default_factory=CollectiveOrder)
 
@@ -50,18 +50,38 @@ class _SparseTrace:
         """Begins the exchanges of the tables of a boundary before its forward pass: rows that their workers own are
         pulled. Returns what its lookups are differentiated by; `operands` are the boundary's own."""
         around, every = Surroundings(self.mesh, self.collectives), self._ids(edit, operands)
+        for together in self._together(edit):
+            looked_up = [self._looked_up(edit, number, operands, every) for number in together]
+            rows = _BEGIN[type(looked_up[0].table.exchange)](around, looked_up)
+            self.rows |= {number: (rows, which) for which, number in enumerate(together)}
+        given = []
+        for place, (number, k) in enumerate(edit.order):
+            rows, which = self.rows[number]
+            given.append(rows.given(which, edit.edited.lookups[place], k))
+        return given
+
+    def _together(self, edit: TableEdit) -> list[list[int]]:
+        """Returns the numbers of the tables of a boundary, those together whose rows travel in the same messages."""
+        groups: dict[str, list[int]] = {}
         for number in edit.operands:
             table = self.step.tables[number]
-            mine = [place for place, (of_table, _) in enumerate(edit.order) if of_table == number]
-            lookups = [edit.edited.lookups[place] for place in mine]
-            ids = None
-            if table.exchange.pulls:
-                assert every is not None, "find_sparse lets workers own tables only where ids are known before"
-                ids = [rows_of(lookup, every[place])[0] for place, lookup in zip(mine, lookups, strict=True)]
-            loops = [lookup.num_loops for lookup in lookups]
-            looked_up = LookedUp(table, operands[edit.operands[number]], loops, ids)
-            self.rows[number] = _BEGIN[type(table.exchange)](around, looked_up)
-        return [self.rows[number].given(edit.edited.lookups[place], k) for place, (number, k) in enumerate(edit.order)]
+            groups.setdefault(table.joins or table.param, []).append(number)
+        return list(groups.values())
+
+    def _looked_up(
+        self, edit: TableEdit, number: int, operands: Sequence[Any], every: Sequence[Any] | None
+    ) -> LookedUp:
+        """Returns the lookups of table `number`. `every`: the ids of all lookups of the boundary, where these are
+        known."""
+        table = self.step.tables[number]
+        mine = [place for place, (of_table, _) in enumerate(edit.order) if of_table == number]
+        lookups = [edit.edited.lookups[place] for place in mine]
+        ids = None
+        if table.exchange.pulls:
+            assert every is not None, "find_sparse lets workers own tables only where ids are known before"
+            ids = [rows_of(lookup, every[place])[0] for place, lookup in zip(mine, lookups, strict=True)]
+        loops = [lookup.num_loops for lookup in lookups]
+        return LookedUp(table, operands[edit.operands[number]], loops, ids)
 
     def _ids(self, edit: TableEdit, operands: Sequence[Any]) -> list[Any] | None:
         """Returns the ids of all lookups of a boundary, where a table of it needs them before the forward pass."""
@@ -80,16 +100,20 @@ class _SparseTrace:
         ids, gradients = results[num_results : num_results + count], results[num_results + count :]
         kept, cotangents = gradients[: len(edited.kept)], gradients[len(edited.kept) :]
         ready = self.collectives.ready()
-        for number in edit.operands:
-            rows = [
-                rows_of(lookup, own_ids, cotangent)
-                for (table, _), lookup, own_ids, cotangent in zip(order, edited.lookups, ids, cotangents, strict=True)
-                if table == number
-            ]
-            residual = self.residuals.get(self.step.tables[number].param)
-            self.summed[number] = self.rows[number].push(
-                ready, [numbers for numbers, _ in rows], [values for _, values in rows], residual
-            )
+        for together in self._together(edit):
+            pushed = []
+            for number in together:
+                rows = [
+                    rows_of(lookup, own_ids, cotangent)
+                    for (table, _), lookup, own_ids, cotangent in zip(
+                        order, edited.lookups, ids, cotangents, strict=True
+                    )
+                    if table == number
+                ]
+                residual = self.residuals.get(self.step.tables[number].param)
+                pushed.append(RowGradients([own for own, _ in rows], [values for _, values in rows], residual))
+            summed = self.rows[together[0]][0].push(ready, pushed)
+            self.summed.update(zip(together, summed, strict=True))
         whole: dict[int, Any] = dict(zip(edited.kept, kept, strict=True))
         table_at = {position: number for number, position in edit.operands.items()}
         for k, position in enumerate(eqn.params["positions"]):

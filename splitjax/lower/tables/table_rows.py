@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from splitjax.lower.products.groups import scope
 from splitjax.lower.products.row_values import Rows, RowView, written
-from splitjax.lower.tables.around import LookedUp, Surroundings, placed
+from splitjax.lower.tables.around import LookedUp, RowGradients, Surroundings, placed
 from splitjax.lower.tables.collective_order import known_at_the_end
 from splitjax.plan import spec_axes
 from splitjax.planning.tables.lookups import EditedLookup
@@ -120,9 +120,11 @@ class Exchanged:
             return function(self.rows, carry)
         carry = once(self.fits, lambda state: function(self.rows, state), carry)
         whole = lambda rows, state: (function(rows, state), rows.count)
-        carry, self.around.order.token = once(
-            ~self.around.order.next(self.fits), lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
-        )
+        falls_back = ~self.around.order.next(self.fits)
+        with jax.named_scope(scope("fallback", self.table.param)):
+            carry, self.around.order.token = once(
+                falls_back, lambda state: whole(self._all(), state[0]), (carry, jnp.int32(0))
+            )
         return carry
 
     def _all(self) -> RowSparse:
@@ -149,20 +151,22 @@ class Unread:
     around: Surroundings
     looked_up: LookedUp
 
-    def given(self, lookup: EditedLookup, number: int) -> Any:
+    def given(self, which: int, lookup: EditedLookup, number: int) -> Any:
         """Gives zeros, which are added to the rows that `lookup` reads."""
         return jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
 
-    def push(self, ready: Any, ids: Sequence[Any], values: Sequence[Any], residual: Any = None) -> Exchanged:
+    def push(self, ready: Any, gradients: Sequence[RowGradients]) -> list[Exchanged]:
         """Adds up the rows of all lookups over all workers. The arguments are those of `RowsInStep.push`."""
-        table = placed(self.looked_up.table, self.looked_up.loops, ids)
-        return _exchange(table, self.around, ready, ids, values, residual)
+        (own,) = gradients
+        table = placed(self.looked_up.table, self.looked_up.loops, own.ids)
+        return [_exchange(table, self.around, ready, own.ids, own.values, own.residual)]
 
 
-def begin_summed(around: Surroundings, looked_up: LookedUp) -> Unread:
+def begin_summed(around: Surroundings, looked_up: Sequence[LookedUp]) -> Unread:
     """Begins the exchange of a table by a scheme: nothing is sent before the gradients are there. `around`: the
-    exchanges of the step. `looked_up`: the table and its lookups."""
-    return Unread(around, looked_up)
+    exchanges of the step. `looked_up`: the table and its lookups; no other's rows travel with its own."""
+    (own,) = looked_up
+    return Unread(around, own)
 
 
 def _exchange(

@@ -18,6 +18,7 @@ from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.plan import LeafPlan, Plan, spec_axes
 from splitjax.planning.tables.lookups import ids_of
+from splitjax.planning.tables.same_ids import numbered_ids
 from splitjax.planning.tables.sparse_step import SparseStep
 from splitjax.planning.tables.sync_request import SyncRequest
 from splitjax.planning.tables.table_sync import IdCut, TableSync
@@ -44,6 +45,8 @@ Chosen = Mapping[str, Exchange]  # by the path of the table
 
 
 Found = TableSync | str  # a table that goes by rows, or why it stays dense
+_Ids = Mapping[str, tuple["_OfLookup", ...]]  # by the path of a table, of each of its lookups
+_OfLookup = tuple[int, tuple[int, ...], int]  # the ids (`same_ids`), which component is the row's, in how many loops
 
 
 def find_sparse(graph: Graph, jaxpr: Any, plan: Plan, request: SyncRequest, chosen: Chosen | None) -> SparseStep:
@@ -81,7 +84,7 @@ class TableFinder:
     request: SyncRequest
     chosen: Chosen | None
     chosen_for: Mapping[str, TableSync] | None = None
-    _known_before: dict[tuple[Site, frozenset[str]], bool] = dataclasses.field(default_factory=dict)
+    _known_before: dict[tuple[Site, frozenset[str]], _Ids | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.graph.num_boundaries:
@@ -130,24 +133,56 @@ class TableFinder:
             if isinstance(reason, str)
         }
         step = SparseStep(self.graph, self.jaxpr, tables, reasons)
-        late = {sync.param for sync in tables if sync.exchange.pulls and not self._is_known_before(step, sync)}
-        return dataclasses.replace(
-            step, tables=tuple(self._unowned(sync) if sync.param in late else sync for sync in tables)
-        )
+        ids = {sync.param: self._ids_before(step, sync) for sync in tables if sync.exchange.pulls}
+        late = {param for param, known in ids.items() if known is None}
+        tables = tuple(self._unowned(sync) if sync.param in late else sync for sync in tables)
+        return dataclasses.replace(step, tables=self._joined(step, tables, ids))
+
+    def _joined(
+        self, step: SparseStep, tables: Sequence[TableSync], ids: Mapping[str, tuple[_OfLookup, ...] | None]
+    ) -> tuple[TableSync, ...]:
+        """Returns the `tables` of a `step`, those with rows that travel with another's saying so: their workers own
+        them, have room for as many, and look up the same `ids`. What rounding took away is each table's own, so that
+        rounded ones travel alone."""
+        first: dict[tuple[Any, ...], str] = {}
+        found = []
+        for sync in tables:
+            known = ids.get(sync.param)
+            if known is not None and sync.exchange.pulls and sync.wire_dtype is None and sync.num_workers > 1:
+                site = step.table_of(sync).boundary
+                key = site, known, sync.axes, sync.row_axes, sync.lookups, sync.exchange
+                leads = first.setdefault(key, sync.param)
+                sync = dataclasses.replace(sync, joins="" if leads == sync.param else leads)
+            found.append(sync)
+        return tuple(found)
 
     @functools.cached_property
     def _position(self) -> Mapping[str, int]:
         """The flat argument of every leaf, by path."""
         return {leaf.path: index for index, leaf in enumerate(self.graph.leaves)}
 
-    def _is_known_before(self, step: SparseStep, sync: TableSync) -> bool:
-        """Tells whether the ids of an owned table are known before the forward pass, and remembers it: it follows from
-        the boundary, and from which of its tables are owned."""
+    def _ids_before(self, step: SparseStep, sync: TableSync) -> tuple[_OfLookup, ...] | None:
+        """Returns the ids of the lookups of an owned table, and remembers them: they follow from the boundary, and from
+        which of its tables are owned. None where they are not known before the forward pass."""
         site = step.table_of(sync).boundary
         key = site, step.pulled_at(site)
         if key not in self._known_before:
-            self._known_before[key] = ids_of(step.edited(equation_at(self.jaxpr, site), site).edited) is not None
-        return self._known_before[key]
+            self._known_before[key] = self._numbered(step, site)
+        known = self._known_before[key]
+        return None if known is None else known[sync.param]
+
+    def _numbered(self, step: SparseStep, site: Site) -> _Ids | None:
+        """Returns the ids of all lookups of the boundary at `site`, by table."""
+        edit = step.edited(equation_at(self.jaxpr, site), site)
+        before = ids_of(edit.edited)
+        if before is None:
+            return None
+        found: dict[str, tuple[_OfLookup, ...]] = {}
+        numbers = numbered_ids(before[0])
+        for (table, _), lookup, number in zip(edit.order, edit.edited.lookups, numbers, strict=True):
+            param, components = step.tables[table].param, tuple(lookup.params["dimension_numbers"].start_index_map)
+            found[param] = (*found.get(param, ()), (number, components, lookup.num_loops))
+        return found
 
     def _unowned(self, sync: TableSync) -> TableSync:
         """Returns a table whose workers could own its rows as it is where they do not."""

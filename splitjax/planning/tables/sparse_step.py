@@ -51,6 +51,11 @@ class SparseStep:
         """Gives the graph's table whose synchronisation `sync` is."""
         return next(table for table in self.graph.tables if table.param == sync.param)
 
+    def together(self, sync: TableSync) -> tuple[TableSync, ...]:
+        """Gives the tables whose rows travel in the same messages as those of `sync`, itself among them."""
+        first = sync.joins or sync.param
+        return tuple(table for table in self.tables if first in (table.param, table.joins))
+
     @property
     def rounded(self) -> tuple[TableSync, ...]:
         """The tables whose values are rounded on the wire: each has a residual."""

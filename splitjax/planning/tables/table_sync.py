@@ -44,6 +44,8 @@ class TableSync:
     - `row_size`: the number of values of a row on a device.
     - `exchange`: how they are. It has no capacities in the first steps, in which all rows are gathered and the ids
       returned.
+    - `joins`: the path of the table in whose messages its rows travel, as both are looked up by the same ids; empty for
+      one that has messages of its own.
     """
 
     param: str
@@ -57,6 +59,7 @@ class TableSync:
     lookups: tuple[IdCut, ...]
     row_size: int
     exchange: Exchange
+    joins: str = ""
 
     @property
     def num_rows(self) -> int:

@@ -1,7 +1,8 @@
 """Says what look-ups and their counterparts do with padded operands.
 
 An index behind the end of the array that the program knows means what its mode says: it is cut to the last entry, or
-nothing is read or written there. It must not find the padding.
+nothing is read or written there. It must not find the padding. Where the program promises that there is no such index,
+XLA reads the last entry and writes nothing; here the last entry is read, too, and has what is differentiated of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def gather(eqn: Any, values: Sequence[Any], _wanted: Sequence[Sizes]) -> Results
             taken[dim] = sizes[where[dim]] = size
         elif dim in numbers.start_index_map:
             component = numbers.start_index_map.index(dim)
-            indices = _bounded(indices, component, shape[dim] - taken[dim], size, eqn.params["mode"])
+            cuts = eqn.params["mode"] in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+            indices = _bounded(indices, component, shape[dim] - taken[dim], size, cuts)
     indices = fitted(indices, index_shape, of_indices)
     changed = _compat.with_params(eqn, slice_sizes=tuple(taken))
     made = _compat.bind_equation(changed, [array_of(value), array_of(indices)])
@@ -75,7 +77,8 @@ def scatter(eqn: Any, values: Sequence[Any], wanted: Sequence[Sizes]) -> Results
             of_updates[where[dim]] = size
         elif dim in numbers.scatter_dims_to_operand_dims:
             component = numbers.scatter_dims_to_operand_dims.index(dim)
-            indices = _bounded(indices, component, shape[dim] - width, size, eqn.params["mode"])
+            cuts = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+            indices = _bounded(indices, component, shape[dim] - width, size, cuts)
     value, updates = fitted(value, shape, sizes), fitted(updates, parts, of_updates)
     indices = fitted(indices, tuple(eqn.invars[1].aval.shape), of_indices)
     made = _compat.bind_equation(eqn, [array_of(value), array_of(indices), array_of(updates)])
@@ -83,17 +86,15 @@ def scatter(eqn: Any, values: Sequence[Any], wanted: Sequence[Sizes]) -> Results
     return [padded(made[0], shape, sizes, 0.0 if is_zero else None)]
 
 
-def _bounded(indices: Any, component: int, last: int, behind: int, mode: Any) -> Any:
-    """Returns indices of which a component does not find the padding: it is at most `last`, or `behind` all of it where
-    what is further is not to be found."""
-    if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
-        return indices
+def _bounded(indices: Any, component: int, last: int, behind: int, cuts: bool) -> Any:
+    """Returns indices of which a component does not find the padding: it is at most `last` where the program `cuts`
+    what is further, or else `behind` all of it."""
     number = lambda n: np.asarray(n, indices.dtype)
     is_last = indices.ndim == 0 or indices.shape[-1] == 1
     if jnp.iinfo(indices.dtype).max < behind:
         behind = jnp.iinfo(indices.dtype).max
     own = indices if is_last else lax.slice_in_dim(indices, component, component + 1, axis=-1)
-    if mode == lax.GatherScatterMode.CLIP:
+    if cuts:
         own = lax.min(own, jnp.full(own.shape, number(last)))
     else:
         own = lax.select(lax.gt(own, jnp.full(own.shape, number(last))), jnp.full(own.shape, number(behind)), own)

@@ -165,6 +165,10 @@ class ByOwners:
         """Returns what a worker of `table` sends for a request, a pull and a push within the capacities."""
         return 0 if self.capacities is None else self.costs.predicted_bytes(table)
 
+    def row_bytes(self, table: Table) -> int:
+        """Returns what a worker sends of a `table` whose rows travel with those of another: no ids."""
+        return 0 if self.capacities is None else self.costs.row_bytes(table)
+
     def reason(self, sparsity: Sparsity) -> str:
         """Returns what is done, and how evenly the owners are loaded in steps such as those of `sparsity`."""
         busiest = max(sparsity.skewness, 1.0)

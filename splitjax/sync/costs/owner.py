@@ -41,8 +41,13 @@ class OwnerShardedCosts:
     def predicted_bytes(self, table: Table) -> int:
         """Returns what a worker of `table` sends in a request, a pull and a push that fit, padding included."""
         code = always(self.capacities.push, Partition(self.ownership, table.num_rows, table.num_workers).size)
+        return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES) + self.row_bytes(table)
+
+    def row_bytes(self, table: Table) -> int:
+        """Returns what the rows of `table` are of that: all that a worker sends for a table whose rows travel with
+        those of another, which is looked up by the same ids."""
         row_bytes = table.row_size * (jnp.dtype(self.wire_dtype).itemsize if self.wire_dtype else table.itemsize)
-        return (table.num_workers - 1) * (code.num_bytes + 2 * _FLAG_BYTES + 2 * self.capacities.push * row_bytes)
+        return (table.num_workers - 1) * 2 * self.capacities.push * row_bytes
 
 
 def plan_owner(sparsity: Sparsity, ownership: str = "strided") -> Capacities:

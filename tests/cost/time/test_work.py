@@ -157,3 +157,21 @@ def test_what_is_no_machine_for_the_step():
         step.time(TWO, EXAMPLES, on="nowhere.json")
     with pytest.raises(CalibrationError, match="a machine is a calibration"):
         step.time(TWO, EXAMPLES, on=3)
+
+
+def test_kernels_of_other_platforms_take_no_time():
+    """Of what JAX traced for several platforms one is compiled."""
+    from splitjax.cost.memory.lifetimes import PlacedProgram
+    from splitjax.cost.time.work import tasks_of, totals
+
+    def step(x, y):
+        kernel = lambda x, y: jnp.tanh(x @ x @ x) + y
+        return jax.lax.platform_dependent(x, y, default=jnp.add, tpu=kernel, cuda=kernel)
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    jaxpr = jax.make_jaxpr(step)(x, x)
+    flops = {
+        platform: totals(tasks_of(PlacedProgram(jaxpr, [None] * 2, [None], {}, {}, platform)))["flops"]
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    assert flops["cpu"] == 0 and flops["gpu"] == flops["tpu"] == 4 * 256**3
