@@ -207,7 +207,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", choices=("memory", "time", "search", "quality"), default="memory", help="what is predicted"
     )
-    parser.add_argument("--parts", nargs="*", default=[], help="with --only quality: links, or memory")
+    parser.add_argument(
+        "--parts", nargs="*", default=[], help="with --only quality: links, or memory; with --only time: places"
+    )
     parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
     parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of GPUs or TPUs")
     options = parser.parse_args(argv)
@@ -226,7 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.only == "time":
         from benchmarks.planner import speed
 
-        return speed.main(options.quick, options.output, options.calibration)
+        if unknown := set(options.parts) - set(speed.PARTS):
+            parser.error(f"no such parts: {', '.join(unknown)}; there are {', '.join(speed.PARTS)}")
+        return speed.main(options.quick, options.output, options.calibration, options.parts)
     virtual_devices()
     import jax
 

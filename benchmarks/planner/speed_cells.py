@@ -1,4 +1,5 @@
-"""The cells whose step time is predicted and measured, and what measures one: models, layouts, batches on two devices.
+"""The cells whose step time is predicted and measured, and what measures one: models, layouts, batches on two devices
+or four.
 
 Whether a cell is held out follows from its name alone, as for memory: what the model does was looked at with the
 others, and only those that are held out are quoted. Nothing is fitted to any of them: constants come from
@@ -16,27 +17,49 @@ from typing import Any
 
 from benchmarks.planner.cells import is_held_out
 
-NUM_DEVICES = 2
 FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
-    "data_parallel": ("data_parallel", {"data": NUM_DEVICES}),
-    "fsdp": ("fsdp", {"data": NUM_DEVICES}),
-    "megatron": ("megatron", {"model": NUM_DEVICES}),
+# Rules, and the mesh axis over all devices.
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "data_parallel": ("data_parallel", "data"),
+    "fsdp": ("fsdp", "data"),
+    "megatron": ("megatron", "model"),
 }
 MODELS = ("mlp", "vgg16", "transformer", "llama", "scanned", "deepfm")
 BATCHES = (32, 128)
-LINKS: dict[str, str | None] = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit", "loopback": None}
+ONE_PROCESS = "one process"  # of two virtual devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Processes of one core's worth each, and the rate of the links between them; None for the loopback."""
+
+    num_processes: int
+    link: str | None
+
+
+PLACES: dict[str, Place] = {
+    "100 Mb/s": Place(2, "100mbit"),
+    "1 Gb/s": Place(2, "1gbit"),
+    "loopback": Place(2, None),
+    "four processes, 1 Gb/s": Place(4, "1gbit"),
+}
+# Of two processes, by name.
+LINKS: dict[str, str | None] = {name: place.link for name, place in PLACES.items() if place.num_processes == 2}
+
+
+def num_devices(where: str) -> int:
+    return PLACES[where].num_processes if where in PLACES else 2
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeedCell:
     """One combination: `model` of `MODELS`, `layout` of `LAYOUTS`, `batch` the examples of the global batch, `where`
-    one process or a link of `LINKS`."""
+    one process or one of `PLACES`."""
 
     model: str
     layout: str
     batch: int
-    where: str = "one process"
+    where: str = ONE_PROCESS
 
     @property
     def name(self) -> str:
@@ -48,7 +71,7 @@ class SpeedCell:
         return is_held_out(self.name)
 
 
-def every_cell(where: str = "one process") -> list[SpeedCell]:
+def every_cell(where: str = ONE_PROCESS) -> list[SpeedCell]:
     return [SpeedCell(*each, where) for each in itertools.product(MODELS, LAYOUTS, BATCHES)]
 
 
@@ -79,8 +102,8 @@ def made(cell: SpeedCell) -> tuple[Any, Any, Any]:
     else:
         step, (_, batch) = own_step(cell.model, cell.batch)
         init = own_init(cell.model)
-    rules, mesh = LAYOUTS[cell.layout]
-    return splitjax.parallelize(step, mesh=mesh, rules=rules), init, batch
+    rules, axis = LAYOUTS[cell.layout]
+    return splitjax.parallelize(step, mesh={axis: num_devices(cell.where)}, rules=rules), init, batch
 
 
 def run(cell: SpeedCell, rounds: int, processor: bool) -> Measured:
@@ -106,7 +129,7 @@ def run(cell: SpeedCell, rounds: int, processor: bool) -> Measured:
         lambda value, sharding: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]),
         values, step.shardings(state, shapes)[1],
     )  # fmt: skip
-    cores = min(NUM_DEVICES // jax.process_count(), num_cores())
+    cores = min(num_devices(cell.where) // jax.process_count(), num_cores())
     clock = (lambda: time.process_time() / cores) if processor else time.perf_counter
     seconds: list[float] = []
     busy = [_busy()]

@@ -1,9 +1,9 @@
-"""A process of two: measures the link between them and what memory costs here, then steps of cells. `splitjax launch`
-starts it.
+"""A process of several: calibrates all of them and the links between them, then predicts and times steps of cells.
+`splitjax launch` starts it.
 
     python -m benchmarks.planner.speed_worker SETTINGS
 
-SETTINGS is JSON: the calibration of operations, the cells, the link's name, rounds, and the file to write."""
+SETTINGS is JSON: the cells, rounds, and the file to write."""
 
 from __future__ import annotations
 
@@ -14,33 +14,16 @@ import sys
 from typing import Any
 
 
-def with_own_memory(operations: Any, timer: Any, *, quick: bool = False) -> Any:
-    """Returns a calibration with what memory costs in this process: workers of `splitjax launch` keep it from step to
-    step, and the process that calibrated the operations does not. `timer`, `quick`: as of `new_memory_curve`."""
-    from splitjax.measure.calibrating.calibrating import new_memory_curve
-
-    own = new_memory_curve(timer, quick=quick)
-    others = tuple(curve for curve in operations.curves if curve.kind is not own.kind)
-    return dataclasses.replace(operations, curves=(*others, own))
-
-
 def main(settings: dict[str, Any]) -> int:
     import jax
 
     import splitjax  # joins the run  # noqa: F401
-    from benchmarks.planner.speed_cells import NUM_DEVICES, SpeedCell, made, run
-    from splitjax.machines.calibration import Calibration
-    from splitjax.measure.calibrating.collectives import collective_times
-    from splitjax.measure.calibrating.timing import Timer
+    from benchmarks.planner.speed_cells import SpeedCell, made, run
+    from splitjax.measure.calibrating import calibrate
     from splitjax.sync.link import of_process_0
 
-    devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
-    timer = Timer(devices, "wall", enough_seconds=0.05, rounds=5)
-    operations = with_own_memory(Calibration.load(settings["calibration"]), timer)
-    calibration = dataclasses.replace(
-        operations, num_processes=NUM_DEVICES, devices_per_process=1,
-        collectives=tuple(collective_times(timer, NUM_DEVICES)),
-    )  # fmt: skip
+    # As `splitjax launch -n N -- splitjax calibrate` does: each computes while the others do.
+    calibration = calibrate("wall")
     found = []
     for cell in (SpeedCell(*each) for each in settings["cells"]):
         step, init, batch = made(cell)

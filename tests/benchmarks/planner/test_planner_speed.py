@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
-
-import jax
 import pytest
 
 from benchmarks.planner.speed import lines_of, rank_correlation, summary
-from benchmarks.planner.speed_cells import LINKS, every_cell
-from benchmarks.planner.speed_worker import with_own_memory
-from splitjax.machines.calibration import Calibration, Curve, OperationKind, Point
-from splitjax.measure.calibrating.timing import Timer
+from benchmarks.planner.speed_cells import PLACES, every_cell
 
 
 def test_ranks():
@@ -26,6 +19,10 @@ def cell(name, predicted, measured, held_out=True, **more):
             "halves": [1.0, 1.1], "load": 0.5, "sending": 0.0, **more}  # fmt: skip
 
 
+def page_of(cells, part="one process"):
+    return {"parts": {part: {"header": "", "note": "", "cells": cells}}}
+
+
 def test_errors_are_of_what_was_measured():
     found = summary([cell("a/b/1/x", 0.9, 1.0, oracle=0.8), cell("c/b/1/x", 2.4, 2.0, oracle=2.0)])
     assert found["error"] == pytest.approx(0.15) and found["worst"] == pytest.approx(0.2)
@@ -34,7 +31,7 @@ def test_errors_are_of_what_was_measured():
 
 def test_only_held_out_cells_are_quoted_apart():
     cells = [cell("a/b/1/one process", 1.0, 1.0), cell("c/b/1/one process", 3.0, 1.0, held_out=False)]
-    page = "\n".join(lines_of({"header": "", "notes": [], "cells": cells}))
+    page = "\n".join(lines_of(page_of(cells)))
     held_out, looked_at = page.split("## Cells that were ")[1:]
     assert held_out.startswith("held out") and "| one process | 1 | 0.0% | 0.0% | 1.000 |" in held_out
     assert looked_at.startswith("looked at") and "| one process | 1 | 200.0% | 200.0% | 1.000 |" in looked_at
@@ -43,21 +40,19 @@ def test_only_held_out_cells_are_quoted_apart():
 
 def test_what_is_missed_is_said():
     cells = [cell(f"{name}/b/1/one process", *each) for name, each in zip("abc", [(1, 1), (3, 2), (2, 3)], strict=True)]
-    page = "\n".join(lines_of({"header": "", "notes": [], "cells": cells}))
+    page = "\n".join(lines_of(page_of(cells)))
     assert "Missed: the error, one process; the rank correlation, one process." in page
 
 
 def test_cells_have_names_of_their_own():
-    cells = [each for where in ("one process", *LINKS) for each in every_cell(where)]
-    assert len({each.name for each in cells}) == len(cells) == 36 * 4
+    cells = [each for where in ("one process", *PLACES) for each in every_cell(where)]
+    assert len({each.name for each in cells}) == len(cells) == 36 * 5
     assert 0.2 < sum(each.is_held_out for each in cells) / len(cells) < 0.45
 
 
-def test_workers_measure_themselves_what_memory_costs():
-    # Who calibrated gave memory back after each call, and workers keep it: steps were predicted to get new pages.
-    elsewhere = Curve(OperationKind.NEW_MEMORY, "float32", (Point(0, float(4 << 20), 1e3),))
-    known = Calibration.load(pathlib.Path(__file__).parents[2] / "codec" / "data" / "calibration.json")
-    calibrated = dataclasses.replace(known, curves=(*known.curves, elsewhere))
-    found = with_own_memory(calibrated, Timer(tuple(jax.devices()[:1]), "processor", rounds=2), quick=True)
-    assert calibrated.new_memory_seconds(28 << 20) > 1e3 > found.new_memory_seconds(28 << 20) > 0
-    assert [curve for curve in found.curves if curve.kind is not OperationKind.NEW_MEMORY] == list(known.curves)
+def test_four_processes_have_a_goal_of_their_own():
+    where = "four processes, 1 Gb/s"
+    cells = [cell(f"{name}/b/1/{where}", 1.08 * k, k) for k, name in enumerate("abc", 1)]
+    assert "Missed: no goal." in "\n".join(lines_of(page_of(cells, where)))
+    cells = [cell(f"{name}/b/1/1 Gb/s", 1.08 * k, k) for k, name in enumerate("abc", 1)]
+    assert "Missed: the error, 1 Gb/s." in "\n".join(lines_of(page_of(cells, "1 Gb/s")))
