@@ -117,16 +117,28 @@ def _along(points: Sequence[Point], size: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTime:
-    """Says what a collective takes: `link.latency_seconds` and, beyond, what a device sends (by the ring formulas of
-    `cost.ring`) at `link.bytes_per_second`.
+    """Says what a collective takes by what a device sends (by the ring formulas of `cost.ring`).
 
     **Attributes:** `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`. `participants`: the
-    devices of a group. `between`: whether they are of several processes. `link`: the fit."""
+    devices of a group. `between`: whether they are of several processes. `link`: a latency and a rate that fit what was
+    measured. `points`: that, as (bytes sent, seconds) in order; a message between two takes what a line through
+    logarithms says. Empty in files that have the fit alone."""
 
     op: str
     participants: int
     between: bool
     link: Link
+    points: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, sent_bytes: float, participants: int, num_messages: int) -> float:
+        """Returns what it takes where each of `participants` devices sends `sent_bytes` in so many messages: of more
+        devices than were measured latencies grow with the steps of a ring."""
+        latency = self.link.latency_seconds
+        steps = (participants - 1) / (self.participants - 1)
+        if not self.points:
+            return num_messages * steps * latency + sent_bytes / self.link.bytes_per_second
+        whole = _along([Point(0, *point) for point in self.points], sent_bytes)
+        return whole + max(num_messages * steps - 1, -1.0) * latency
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +220,7 @@ class Calibration:
                 remedy="run `splitjax calibrate` with several devices: `--devices 8`",
             )
         nearest = min(known, key=lambda each: abs(math.log(each.participants / participants)))
-        latency = nearest.link.latency_seconds * (participants - 1) / (nearest.participants - 1)
-        return num_messages * latency + sent_bytes / nearest.link.bytes_per_second
+        return nearest.seconds(sent_bytes, participants, num_messages)
 
     def to_json(self) -> str:
         """Returns the calibration as JSON, with the checksum of its figures."""
@@ -247,6 +258,9 @@ class _Sealed:
 
 def _digest(calibration: Calibration) -> str:
     values = _JSON.values(_Sealed("", calibration))["calibration"]
+    for each in values["collectives"]:
+        if not each["points"]:  # files from before there were points have none
+            del each["points"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -274,6 +288,13 @@ def _check(sealed: _Sealed) -> None:
                 "a collective needs two participants, a latency and a rate above 0",
                 value=each.op,
                 place=f"collectives[{number}]",
+                remedy=remedy,
+            )
+        if list(each.points) != sorted(each.points) or any(not min(point) > 0 for point in each.points):
+            raise CalibrationError(
+                "the points of a collective come in order, with bytes and seconds above 0",
+                value=each.op,
+                place=f"collectives[{number}].points",
                 remedy=remedy,
             )
 

@@ -47,6 +47,26 @@ def test_collectives_of_other_numbers_of_participants(calibration):
         dataclasses.replace(calibration, collectives=()).collective_seconds("all_reduce", 2, False, 1)
 
 
+def test_a_collective_takes_what_was_measured_of_its_size(calibration):
+    points = ((1e3, 1e-5), (1e5, 1e-4), (1e6, 2e-3))
+    each = CollectiveTime("all_gather", 2, False, Link(1e-5, 1e9), points)
+    own = dataclasses.replace(calibration, collectives=(each,))
+    assert own.collective_seconds("all_gather", 2, False, 1e5) == pytest.approx(1e-4)
+    assert own.collective_seconds("all_gather", 2, False, 1e4) == pytest.approx((1e-5 * 1e-4) ** 0.5)
+    assert own.collective_seconds("all_gather", 2, False, 10) == 1e-5
+    assert own.collective_seconds("all_gather", 2, False, 1e7) == pytest.approx(2e-2)
+    # Two further messages, and two further steps of a ring, wait as long as the smallest.
+    assert own.collective_seconds("all_gather", 2, False, 1e5, 3) == pytest.approx(1e-4 + 2e-5)
+    assert own.collective_seconds("all_gather", 4, False, 1e5) == pytest.approx(1e-4 + 2e-5)
+    assert Calibration.from_json(own.to_json()) == own
+
+
+def test_a_file_from_before_collectives_had_points_is_read():
+    text = (pathlib.Path(__file__).parents[1] / "codec" / "data" / "calibration.json").read_text()
+    assert '"points"' not in json.dumps(json.loads(text)["calibration"]["collectives"])
+    assert Calibration.from_json(text).collectives[0].points == ()
+
+
 def test_a_kind_that_was_not_measured(calibration):
     with pytest.raises(CalibrationError, match="sort were not measured"):
         dataclasses.replace(calibration, curves=(PRODUCTS,)).seconds(OperationKind.SORT, 10)
@@ -84,3 +104,6 @@ def test_figures_that_cannot_be_are_refused(calibration):
     alone = (CollectiveTime("all_reduce", 1, False, Link(0.0, 1.0)),)
     with pytest.raises(CalibrationError, match="two participants"):
         Calibration.from_json(dataclasses.replace(calibration, collectives=alone).to_json())
+    backwards = (CollectiveTime("all_reduce", 2, False, Link(0.0, 1.0), ((2.0, 1.0), (1.0, 1.0))),)
+    with pytest.raises(CalibrationError, match="points of a collective"):
+        Calibration.from_json(dataclasses.replace(calibration, collectives=backwards).to_json())

@@ -1,7 +1,8 @@
-"""Times collectives: among each number of devices of a process, and between processes, latency and rate of each kind.
+"""Times collectives: among each number of devices of a process, and between processes, each kind at several sizes.
 
-A `Timer` comes in, the fits come out. A line through the times of several sizes is what alpha-beta models are made of
-(Hockney 1994, "The communication challenge for MPP").
+A `Timer` comes in, times come out, with a latency and a rate that fit them, which is what alpha-beta models are made of
+(Hockney 1994, "The communication challenge for MPP"). A line does not fit messages of all sizes, some of which stay in
+caches, so that predictions go by the times themselves.
 
 What a step sends its devices have just computed, and what it receives they read next, so that messages change caches on
 the way. Turns do both, and what they take that send nothing is taken off.
@@ -23,7 +24,7 @@ from splitjax.machines.links import Link
 from splitjax.measure.calibrating.timing import Timer
 
 # Elements of what a device has before the collective.
-LENGTHS = (1 << 8, 1 << 14, 1 << 18, 1 << 20)
+LENGTHS = (1 << 8, 1 << 12, 1 << 15, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
 # Where a message takes so long, no larger ones are sent: latencies no longer show in them.
 _ENOUGH_SECONDS = 0.02
 _AXIS = "group"
@@ -51,7 +52,8 @@ def collective_times(timer: Timer, num_processes: int, lengths: Sequence[int] = 
                 points.append((float(sent(4 * length)), seconds))
                 if seconds > _ENOUGH_SECONDS and len(points) > 1:
                     break
-            yield CollectiveTime(op, size, between, fit(points))
+            points = rising(points)
+            yield CollectiveTime(op, size, between, fit(points), tuple(points))
 
 
 def _powers(most: int) -> list[int]:
@@ -99,15 +101,21 @@ def _made_and_read(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return whole
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Link:
-    """Fits (bytes, seconds) by a latency and a rate, neither of them negative. The smallest message takes what it was
-    measured to take, since steps send many small ones; the rate is the median of those from there to each larger one.
-    No message counts as slower than a larger one of its kind: what made it slower was other work."""
+def rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Orders (bytes, seconds) by bytes. No message counts as slower than a larger one of its kind: what made it slower
+    was other work."""
     ordered = sorted(points)
     for number in reversed(range(len(ordered) - 1)):
         sent, seconds = ordered[number]
         ordered[number] = sent, min(seconds, ordered[number + 1][1])
-    (least, shortest), *others = ordered
+    return ordered
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Link:
+    """Fits (bytes, seconds) by a latency and a rate, neither of them negative. The smallest message takes what it was
+    measured to take, since steps send many small ones; the rate is the median of those from there to each larger one,
+    of which none counts as faster than a smaller one (`rising`)."""
+    (least, shortest), *others = rising(points)
     slopes = [(seconds - shortest) / (sent - least) for sent, seconds in others]
     slope = max(statistics.median(slopes) if slopes else 0.0, 1e-15)
     return Link(max(shortest - slope * least, 0.0), 1 / slope)

@@ -18,7 +18,7 @@ from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job, resident_bytes
 from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
 from splitjax.schedule.policies.gang import admit, place
 from splitjax.schedule.policies.orders import Order, las, srsf
-from splitjax.schedule.policies.turns import Times, Turns, next_in_turn, stage_seconds, with_switch
+from splitjax.schedule.policies.turns import Times, Turns, next_in_turn, stage_seconds, steady_rates, with_switch
 
 _PAPER = "Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri, SIGCOMM'22, sections 3 and 4)"
 _KINDS = len(RESOURCES)
@@ -232,9 +232,7 @@ def _turns(group: Group, jobs: Sequence[Job]) -> Turns:
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
-    seconds = [stage_seconds(job.profile)[DEVICE] * job.num_workers for job in jobs]
-    cycle = _turns(group, jobs).cycle_seconds if len(jobs) > 1 else jobs[0].profile.iteration_seconds
-    return Rates((1 / cycle,) * len(jobs), tuple(seconds), (1.0,) * len(jobs))
+    return steady_rates(jobs, _turns(group, jobs) if len(jobs) > 1 else None)
 
 
 @discipline("muri", _rates)

@@ -21,11 +21,11 @@ import numpy as np
 
 from splitjax.schedule.model.cluster import Cluster
 from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, discipline
-from splitjax.schedule.model.jobs import DEVICE, Job, JobProfile, resident_bytes
+from splitjax.schedule.model.jobs import Job, JobProfile, resident_bytes
 from splitjax.schedule.model.policy import Assignment, Group, Member, View, register
 from splitjax.schedule.policies.gang import nodes_for
 from splitjax.schedule.policies.muri import MAX_MEMBERS, maximum_matching
-from splitjax.schedule.policies.turns import Turns, next_in_turn, stage_seconds, with_switch
+from splitjax.schedule.policies.turns import Turns, next_in_turn, stage_seconds, steady_rates, with_switch
 
 _PAPER = "Zhao et al., Multi-Resource Interleaving for Deep Learning Training (Muri, SIGCOMM'22), the public code"
 _NUM_SLOTS = 4
@@ -263,9 +263,7 @@ def _turns(group: Group, jobs: Sequence[Job]) -> Turns:
 
 
 def _rates(group: Group, jobs: Sequence[Job], cluster: Cluster) -> Rates:
-    seconds = [stage_seconds(job.profile)[DEVICE] * job.num_workers for job in jobs]
-    cycle = _turns(group, jobs).cycle_seconds if len(jobs) > 1 else jobs[0].profile.iteration_seconds
-    return Rates((1 / cycle,) * len(jobs), tuple(seconds), (1.0,) * len(jobs))
+    return steady_rates(jobs, _turns(group, jobs) if len(jobs) > 1 else None)
 
 
 @discipline("muri-testbed", _rates)

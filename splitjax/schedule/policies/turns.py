@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from splitjax.schedule.model.discipline import GroupState, Iteration, Task
+from splitjax.schedule.model.discipline import GroupState, Iteration, Rates, Task
 from splitjax.schedule.model.jobs import DEVICE, RESOURCES, Job, JobProfile
 from splitjax.schedule.model.policy import Group
 
@@ -43,6 +43,13 @@ def stage_seconds(profile: JobProfile) -> Times:
 def with_switch(times: Times, switch_seconds: float) -> Times:
     """Gives the stages `times` of a job that shares its devices: each cycle they go over to it once."""
     return (*times[:DEVICE], times[DEVICE] + switch_seconds, *times[DEVICE + 1 :])
+
+
+def steady_rates(jobs: Sequence[Job], turns: Turns | None) -> Rates:
+    """Gives the steady state of `jobs` that take `turns`, each with full backpropagation; None for one job alone."""
+    cycle = jobs[0].profile.iteration_seconds if turns is None else turns.cycle_seconds
+    seconds = tuple(stage_seconds(job.profile)[DEVICE] * job.num_workers for job in jobs)
+    return Rates((1 / cycle,) * len(jobs), seconds, (1.0,) * len(jobs))
 
 
 def next_in_turn(group: Group, jobs: Sequence[Job], state: GroupState, turns: Turns | None) -> Iteration:

@@ -50,6 +50,32 @@ def test_what_it_does_not_show_is_sent_besides():
     assert sum(part.sent_bytes for part in half.collectives) == pytest.approx(125e6)
 
 
+def test_moves_that_are_guessed_and_not_planned_are_left_out():
+    explicit = TimedPart("psum", (), 2.0, 1, 0.0, 0.0, "all_reduce", ("data",), 100e6)
+    guessed = TimedPart("move", (8,), 1.0, 4, 0.0, 0.0, "all_to_all", ("data",), 40e6)
+    time = StepTime(5.0, 2.0, 3.0, 0.0, 0.0, (explicit, guessed), True)
+    found = with_planned(time, plan(("all_reduce", "data", 100e6)), MACHINE)
+    assert found.parts == (explicit,)
+    assert (found.seconds, found.sending_seconds) == (4.0, 2.0)
+    half = with_planned(time, plan(("all_reduce", "data", 100e6), ("all_to_all", "data", 20e6)), MACHINE)
+    assert (half.seconds, sum(part.sent_bytes for part in half.collectives)) == (4.5, 120e6)
+    # What the program says itself stays, whatever the plan lists.
+    assert with_planned(time, plan(("all_reduce", "data", 50e6)), MACHINE).parts == (explicit,)
+
+
+def test_a_scan_over_stored_weights_sends_what_is_planned():
+    """Reading such a program guesses that activations change their layout in each turn, which they do not."""
+    from benchmarks.planner.steps import own_init, own_step
+
+    step, (_, tokens) = own_step("scanned", 32)
+    stored = splitjax.parallelize(step, mesh={"data": 2}, rules="fsdp")
+    arguments = jax.eval_shape(own_init("scanned"), jax.random.key(0)), tokens
+    time = stored.time(*arguments, on=CALIBRATION)
+    planned = sum(each.bytes for each in stored.plan(*arguments).collectives)
+    assert sum(part.sent_bytes for part in time.collectives) == pytest.approx(planned, rel=1e-3)
+    assert sum(each.sent_bytes for each in time.layers) == pytest.approx(planned, rel=1e-3)
+
+
 def test_rows_that_a_split_table_sends_are_timed():
     """XLA's partitioner moves the rows of a token embedding that is split by rows, without an equation."""
     spec = splitjax.models.build("transformer", vocab_size=64, max_len=16, d_model=16, num_heads=2, num_layers=1)
