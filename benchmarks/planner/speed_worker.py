@@ -3,11 +3,10 @@
 
     python -m benchmarks.planner.speed_worker SETTINGS
 
-SETTINGS is JSON: the cells, rounds, and the file to write."""
+SETTINGS is JSON: the cells, rounds, whether the calibration is a quick one, and the file to write."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -23,7 +22,7 @@ def main(settings: dict[str, Any]) -> int:
     from splitjax.sync.link import of_process_0
 
     # As `splitjax launch -n N -- splitjax calibrate` does: each computes while the others do.
-    calibration = calibrate("wall")
+    calibration = calibrate("wall", quick=settings["quick"])
     found = []
     for cell in (SpeedCell(*each) for each in settings["cells"]):
         step, init, batch = made(cell)
@@ -39,8 +38,7 @@ def main(settings: dict[str, Any]) -> int:
             print(cell.name, f"{predicted.seconds:.4f} s predicted, {seconds:.4f} s measured", flush=True)
         jax.clear_caches()
     if jax.process_index() == 0:
-        links = [dataclasses.asdict(each) for each in calibration.collectives]
-        pathlib.Path(settings["file"]).write_text(json.dumps({"cells": found, "links": links}))
+        pathlib.Path(settings["file"]).write_text(json.dumps({"cells": found}))
     return 0
 
 

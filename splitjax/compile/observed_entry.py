@@ -2,7 +2,7 @@
 
 The draft and the entry of a step come in whose tables go by rows. Its first steps gather all rows, which says little of
 what later ones take; so the time of a candidate is that of the program for tables in which every lookup finds another
-row, the most that can be exchanged.
+row, evenly over the workers that own them.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ class StepPrograms:
         # By path of a leaf that is stored padded: the shape that it is stored with -> the one that the step knows.
         self._padded: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._drafts: dict[Signature, Draft] = {}  # of each, all that does not hang on what is known of its tables
+        # Of each, the entry that `observed` was asked for, and what it returned.
+        self._supposed: dict[Signature, tuple[CompiledEntry, CompiledEntry]] = {}
         # Where the processes met that were found to share an entry, by the id of the entry.
         self._meetings: dict[int, tuple[weakref.ref[CompiledEntry], str]] = {}
         self._compiled: set[str] = set()  # programs that all processes have compiled, by meeting and name
@@ -166,7 +168,12 @@ class StepPrograms:
         """Returns the entry of a call with `args`, with the program that runs once its tables were observed; what is
         not known of them yet is supposed (`observed_entry`)."""
         entry = self.entry(args)
-        return observed_entry(self._recipe, self.mesh, self._drafts[entry.call.signature], entry)
+        signature = entry.call.signature
+        before, found = self._supposed.get(signature, (None, entry))
+        if before is not entry:
+            found = observed_entry(self._recipe, self.mesh, self._drafts[signature], entry)
+            self._supposed[signature] = entry, found
+        return found
 
     def _as_known(self, bound: Bound) -> Bound:
         """Returns a call with leaves of the sizes that the step knows: some of them may come as they are stored."""

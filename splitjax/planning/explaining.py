@@ -97,7 +97,10 @@ class _Costs:
         they do where every lookup finds another row."""
         dense, mesh = step.dense, self.draft.shape
         tables = _row_tables(self.draft, step)
-        before = () if self.draft.decision is not None else (each for table in tables for each in table.sent)
+        open_params = (
+            {} if step.tables is None else {table.param for table in step.tables.tables if table.capacities is None}
+        )
+        before = (each for table in tables if table.param in open_params for each in table.sent)
         sent = (*step.collectives, *before)
         return StepCost(
             self.prices.local_seconds(dense, tables) + self.prices.sending_seconds(sent, mesh),

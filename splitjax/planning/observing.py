@@ -142,6 +142,9 @@ def decide(
     why = {}
     for table in step.tables:
         sparsity, asked = sparsity_of(table, samples[table.param]), request.of(table.param).scheme
+        if table.joins:
+            chosen[table.param], why[table.param] = chosen[table.joins], why[table.joins]
+            continue
         if table.exchange.pulls:
             # There is room for as many rows of all tables that travel together, whose ids are the same.
             row_bytes = sum(each.row_size * itemsize(each.dtype) for each in step.together(table))
@@ -165,7 +168,7 @@ def suppose(step: SparseStep, request: SyncRequest, links: Mapping[tuple[str, ..
     samples = {}
     for table in step.tables:
         n = table.num_workers
-        rows = min(sum(lookup.num_ids for lookup in step.table_of(table).lookups) // n, table.num_rows)
+        rows = max(min(step.num_ids(table), table.num_rows), 1)
         of_all = np.arange(n)[:, None] + n * np.arange(rows)[None]
         ids = of_all * max(table.num_rows // (n * rows), 1) % table.num_rows
         samples[table.param] = [ids] * OBSERVED_STEPS

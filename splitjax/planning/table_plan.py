@@ -33,6 +33,9 @@ from splitjax.trace.tables import LookupTable
 _KEPT = "each worker keeps what that takes away from gradients, in an array of the table's size"
 
 
+_TRAVELS = ", with whose rows its own travel"
+
+
 def row_exchange(syncs: Sequence[SyncPlan], layer: str) -> tuple[Collective, ...]:
     """Returns what is sent for tables that go by rows in the same messages. `syncs`: their entries of the plan, that of
     the table whose messages these are first. `layer`: its layer."""
@@ -54,14 +57,14 @@ def dense_bytes(param: str, sent: Sequence[Collective]) -> int:
 
 def row_bytes(step: SparseStep) -> dict[str, int]:
     """Returns the bytes that a device has of the gradient of each table of `step` that goes by rows, by its path."""
-    return {table.param: _row_bytes(table, step.table_of(table)) for table in step.tables}
+    return {table.param: _row_bytes(table, step.num_ids(table)) for table in step.tables}
 
 
-def _row_bytes(table: TableSync, traced: LookupTable) -> int:
+def _row_bytes(table: TableSync, num_ids: int) -> int:
     """Returns the bytes that a device has of a table's gradient: the rows of its lookups and their sums; then, in the
-    exchange or in its fallback, what it sends and gets; and the residual of a table that is rounded."""
+    exchange or in its fallback, what it sends and gets; and the residual of a table that is rounded. `num_ids`: that it
+    looks up."""
     n, capacities = table.num_workers, table.capacities
-    num_ids = sum(lookup.num_ids for lookup in traced.lookups) // n
     local = min(num_ids, table.num_rows)
     everything = n * local + min(n * local, table.num_rows)
     if capacities is None or n == 1:
@@ -81,7 +84,7 @@ def row_tables(
     asked for by parameter. `mesh`, `batch_axes`: where the examples lie."""
     stored, found = row_bytes(step), []
     for table in step.tables:
-        num_ids = sum(lookup.num_ids for lookup in step.table_of(table).lookups)
+        num_ids = step.num_ids(table)
         split = tuple(axis for axis in spec_axes(table.spec[1:]) if axis in batch_axes)
         may_be_dense = request.of(table.param).scheme == AUTO
         # Rows that travel in another table's messages are counted there.
@@ -93,12 +96,12 @@ def row_tables(
 
 
 def _sent_at_most(table: TableSync, num_ids: int, row: int, may_be_dense: bool) -> tuple[Collective, ...]:
-    """Returns what a worker sends for a table where every one of the `num_ids` lookups finds another row, of `row`
+    """Returns what a worker sends for a table where every one of its `num_ids` lookups finds another row, of `row`
     bytes with those that travel with it. `may_be_dense`: whether the whole gradient is sent where that is less."""
     n, axis = table.num_workers, "+".join(table.axes)
     if n == 1:
         return ()
-    rows = min(num_ids // n, table.num_rows)
+    rows = min(num_ids, table.num_rows)
     if table.exchange.pulls:
         # Requests, rows, and their gradients. A worker owns as many of the rows that it reads as any other does.
         sizes = ((ID_BYTES, Phase.FORWARD), (row, Phase.FORWARD), (row, Phase.BACKWARD))
@@ -116,7 +119,7 @@ def _turned(table: TableSync, num_ids: int, split: Sequence[str], n: int) -> tup
     gradients the other way round."""
     if n == 1:
         return ()
-    axis, rows = "+".join(split), num_ids // n // table.num_workers
+    axis, rows = "+".join(split), num_ids // n
     part = rows * table.row_size * itemsize(table.dtype)
     turned = (_of_rows("all_to_all", axis, (n - 1) * part, table, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
     return (_of_rows("all_gather", axis, (n - 1) * rows * ID_BYTES, table, Phase.FORWARD), *turned)
@@ -166,7 +169,9 @@ def _rows_plan(table: TableSync, traced: LookupTable, dense: int, decision: Tabl
     else:
         why = decision.why[traced.param]
     if decision is None or not decision.is_whole:
-        why = "; ".join((*_changes(table, traced), *_joins(table), why))
+        why = "; ".join((*_changes(table, traced), why))
+    # Said anew of a pinned plan's table, which travels with another in this step or does not.
+    why = "; ".join((*_joins(table), *(each for each in why.split("; ") if not each.endswith(_TRAVELS))))
     return SyncPlan(
         traced.param,
         exchange.name,
@@ -194,7 +199,7 @@ def _sent(table: TableSync, sizes: Costs) -> int:
 def _joins(table: TableSync) -> Iterator[str]:
     """Says with whose rows those of a table travel."""
     if table.joins:
-        yield f"looked up by the ids of {table.joins}, with whose rows its own travel"
+        yield f"looked up by the ids of {table.joins}{_TRAVELS}"
 
 
 def _changes(table: TableSync, traced: LookupTable) -> Iterator[str]:

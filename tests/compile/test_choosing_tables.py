@@ -128,9 +128,45 @@ def test_candidates_are_compared_by_the_programs_behind_the_observed_steps():
         assert timed[rules] == alone.time(*shapes, on=CALIBRATION).seconds
 
 
+def test_ids_that_every_worker_has_and_fewer_than_there_are_workers():
+    def loss_of(params, batch):
+        kinds, places = params["kinds"][jnp.arange(3)], params["places"][jnp.arange(64)]
+        return jnp.mean((params["table"][batch["ids"]] + places).sum(axis=1) ** 2) + jnp.sum(kinds**2)
+
+    def own_step(params, batch):
+        loss, grads = splitjax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    f32 = lambda rows: jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    params = {"table": f32(ROWS), "places": f32(1024), "kinds": f32(8)}
+    decorated = splitjax.parallelize(own_step, mesh=MESH, rules="embedding_owner", sync="auto", uneven="pad")
+    assert decorated.time(params, batch(), on=CALIBRATION).seconds > 0
+    by_param = {sync.param: sync for sync in decorated._programs.observed((params, batch())).plan.syncs}
+    assert by_param["places"].capacities["local"] >= 64  # each worker looks up all of them
+    assert by_param["kinds"].capacities["local"] >= 3
+
+
 def test_what_explains_a_table_prices_its_rows():
     decorated = splitjax.parallelize(step, mesh=MESH, rules="embedding_owner", sync="auto", uneven="pad")
     plan = decorated.plan(jax.eval_shape(init, jax.random.key(0)), batch())
     explained = plan.explain("params/table")
     rows, whole = EXAMPLES * WORDS // 4, 2 * 3 / 4 * ROWS * WIDTH * 4
     assert 2 * 0.75 * rows * WIDTH * 4 <= explained.planned.sent_bytes < whole / 2
+
+
+def test_another_layout_of_an_observed_table_is_priced_by_what_it_can_send():
+    def even(key):  # rows that divide: no other layout of a padded table is had
+        params = {"factors": jax.random.normal(key, (ROWS - 1, 16)), "linear": jax.random.normal(key, (ROWS - 1, 1))}
+        return {"params": params, "opt": TX.init(params)}
+
+    decorated = splitjax.parallelize(click_step, mesh=MESH, rules="embedding_owner", sync="auto")
+    state = decorated.init(even, jax.random.key(0), example=(batch(),))
+    for _ in range(4):
+        state, _ = decorated(state, batch())
+    plan = decorated.plan(state, batch())
+    assert all(sync.is_decided for sync in plan.syncs)
+    explained = plan.explain("params/linear")
+    (whole,) = (each for each in explained.alternatives if each.name.startswith("whole"))
+    assert explained.planned.sent_bytes == sum(each.bytes for each in plan.collectives)
+    # Every worker gets what all others read of it, with ids of its own.
+    assert whole.cost.sent_bytes > explained.planned.sent_bytes

@@ -94,8 +94,9 @@ class RowsInStep(Protocol):
     """The rows of a table from before the forward pass until they are exchanged, with those of all tables that travel
     in its messages."""
 
-    def given(self, which: int, lookup: EditedLookup, number: int) -> Any:
-        """Returns what `lookup`, number `number` among those of table `which` of these, is differentiated by."""
+    def given(self, of_table: int, lookup: EditedLookup, number: int) -> Any:
+        """Returns what `lookup` is differentiated by, which is number `number` of those of table `of_table`, as these
+        are counted."""
         ...
 
     def push(self, ready: Any, gradients: Sequence[RowGradients]) -> Sequence[SummedRows]:

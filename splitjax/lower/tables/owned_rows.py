@@ -54,10 +54,10 @@ class Pulled:
     slots: Any
     requests: Requests
 
-    def given(self, which: int, lookup: EditedLookup, number: int) -> Any:
-        """Gives the rows of `lookup`, number `number` among those of table `which`, as its gather would give them."""
-        table = self.tables[which]
-        return _gathered(lookup, table, table.lookups[number].mode, self.ids[number], self.rows[which][number])
+    def given(self, of_table: int, lookup: EditedLookup, number: int) -> Any:
+        """Gives the rows of `lookup`, number `number` of those of table `of_table`, as its gather would give them."""
+        table = self.tables[of_table]
+        return _gathered(lookup, table, table.lookups[number].mode, self.ids[number], self.rows[of_table][number])
 
     def push(self, ready: Any, gradients: Sequence[RowGradients]) -> list[OwnerSums]:
         """Sends the gradients of the pulled rows to their owners, who know which they were: ids are not sent again.
@@ -70,12 +70,16 @@ class Pulled:
 
 def begin_owned(around: Surroundings, looked_up: Sequence[LookedUp]) -> Pulled:
     """Pulls the rows that all lookups of a table read. `around`: the exchanges of the step. `looked_up`: the table and
-    its lookups, whose ids are known; and other tables that are looked up by the same ids, whose rows come along."""
+    its lookups, whose ids are known; and other tables whose rows come along, as all are looked up by the ids of the
+    first and exchanged like it."""
     first = looked_up[0]
     assert first.ids is not None, "rows are pulled where ids are known before the forward pass"
     ids = first.ids
     tables = [placed(each.table, each.loops, ids) for each in looked_up]
     table = tables[0]
+    assert all(
+        (each.axes, each.lookups, each.exchange) == (table.axes, table.lookups, table.exchange) for each in tables
+    ), "rows that travel together are of tables that are exchanged alike"
 
     def body(shards, numbers, ready):
         read, has_gradient = _read(table, numbers)
@@ -222,8 +226,13 @@ class OwnerSums:
 
         def body(owned, fits, every, state, arrays):
             part = lambda rows: RowView(rows.ids, rows.values, state, arrays).reduced(eqn, value, rows.num_rows)
-            whole = lambda rows: (part(rows), _ended(rows))
-            mine, ended = lax.cond(fits, lambda: (part(owned()), jnp.int32(0)), lambda: whole(every()))
+
+            @jax.named_scope(scope("fallback", self.table.param))
+            def whole() -> tuple[Any, Any]:
+                rows = every()
+                return part(rows), _ended(rows)
+
+            mine, ended = lax.cond(fits, lambda: (part(owned()), jnp.int32(0)), whole)
             return JOIN[eqn.primitive.name](mine, self.table.row_axes), ended
 
         return self._run(body, leaves, given, PartitionSpec())

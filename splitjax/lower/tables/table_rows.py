@@ -108,9 +108,14 @@ class Exchanged:
         """Computes a function of the whole sum, the same for any capacity, such as a norm."""
         if self.fits is True:
             return function(self.rows)
-        whole = lambda rows: (function(rows), rows.count)
+
+        @jax.named_scope(scope("fallback", self.table.param))
+        def whole() -> tuple[Any, Any]:
+            rows = self._all()
+            return function(rows), rows.count
+
         out, self.around.order.token = lax.cond(
-            self.around.order.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), lambda: whole(self._all())
+            self.around.order.next(self.fits), lambda: (function(self.rows), jnp.int32(0)), whole
         )
         return out
 
@@ -151,7 +156,7 @@ class Unread:
     around: Surroundings
     looked_up: LookedUp
 
-    def given(self, which: int, lookup: EditedLookup, number: int) -> Any:
+    def given(self, of_table: int, lookup: EditedLookup, number: int) -> Any:
         """Gives zeros, which are added to the rows that `lookup` reads."""
         return jnp.zeros(lookup.delta.shape, lookup.delta.dtype)
 

@@ -39,12 +39,21 @@ def _results(closed: Any, operands: Sequence[int], numbers: dict[Hashable, int])
 
     for eqn in inner.eqns:
         read = [of(v) for v in eqn.invars]
-        if kind_of(eqn) is CallKind.INLINE:
+        if kind_of(eqn) in (CallKind.INLINE, CallKind.REMAT):
             made = _results(bodies(eqn)[0], read, numbers)
         else:
-            # What holds jaxprs, arrays or effects is like nothing but itself: their text does not tell all of them.
-            plain = not (bodies(eqn) or eqn.effects or any(hasattr(value, "shape") for value in eqn.params.values()))
-            params = tuple(sorted((name, str(value)) for name, value in eqn.params.items())) if plain else id(eqn)
-            made = [_number(numbers, (eqn.primitive.name, tuple(read), params, k)) for k in range(len(eqn.outvars))]
+            key = eqn.primitive.name, tuple(read), _params(eqn)
+            made = [_number(numbers, (*key, k)) for k in range(len(eqn.outvars))]
         known.update(zip(eqn.outvars, made, strict=True))
     return [of(v) for v in inner.outvars]
+
+
+def _params(eqn: Any) -> Hashable:
+    """Returns the parameters of an equation, equal for equations that compute alike; what holds a computation, or has
+    an effect, is like no other each time that it runs."""
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    try:
+        hash(params)
+    except TypeError:  # arrays, which nobody compares
+        return object()
+    return object() if bodies(eqn) or eqn.effects else params

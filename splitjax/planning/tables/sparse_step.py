@@ -51,6 +51,12 @@ class SparseStep:
         """Gives the graph's table whose synchronisation `sync` is."""
         return next(table for table in self.graph.tables if table.param == sync.param)
 
+    def num_ids(self, sync: TableSync) -> int:
+        """Gives how many ids a worker looks up in a table in a step, with all repetitions: those of examples are its
+        own, and others every worker has."""
+        lookups = zip(self.table_of(sync).lookups, sync.lookups, strict=True)
+        return sum(traced.num_ids // (sync.num_workers if lookup.dim is not None else 1) for traced, lookup in lookups)
+
     def together(self, sync: TableSync) -> tuple[TableSync, ...]:
         """Gives the tables whose rows travel in the same messages as those of `sync`, itself among them."""
         first = sync.joins or sync.param

@@ -35,8 +35,9 @@ _Node = tuple[int, ...]  # positions of jobs that are joined so far
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """Says by how much a cycle of several jobs takes longer than their stages say. Nothing by default; for the
-    testbed's V100s, 72 ms a job were fitted (benchmark `jigsaw`, part `fidelity`).
+    """Says by how much a cycle of several jobs takes longer than their stages say; for the testbed's V100s, 72 ms a job
+    were fitted (benchmark `jigsaw`, part `fidelity`). Nothing by default; then no job is faster than alone, and no
+    resource serves two jobs at once, which the stages alone do not ensure.
 
     **Attributes:**
 
@@ -250,8 +251,7 @@ def _turns(group: Group, jobs: Sequence[Job]) -> Turns:
     hidden = [max(0.0, seconds - sum(each)) for seconds, each in zip(alone, times, strict=True)]
     asked = (1 + overhead.share) * cycle.seconds + len(jobs) * overhead.job_seconds
     asked += sum(hidden) if overhead.unexplained else 0.0
-    # Nobody is faster than alone, and no resource serves two at once.
-    seconds = max(asked, *alone, *map(sum, zip(*times, strict=True)))
+    seconds = asked if overhead != Overhead() else max(asked, *alone, *map(sum, zip(*times, strict=True)))
     stretch = seconds / cycle.seconds if cycle.seconds else 1.0
     place = {member: k for k, member in enumerate(ordered)}
     begins, starts = list[float](), list[tuple[float, ...]]()
@@ -271,6 +271,7 @@ def muri_testbed_iteration(group: Group, jobs: Sequence[Job], state: GroupState)
     """Gives the next iteration of `group` in `state`: one cycle of four slots after the other. A job alone overlaps its
     own stages as its iteration time says. `jobs` are those of the members, in order.
 
-    The testbed's hosts prepared the inputs of two jobs at a time, and the steady state has that. Iteration by iteration
-    a device's input serves one job at a time, so that long inputs wait for each other."""
+    The testbed's hosts prepared the inputs of two jobs at a time, and the steady state has that where an overhead was
+    fitted. Iteration by iteration a device's input serves one job at a time, so that long inputs wait for each
+    other."""
     return next_in_turn(group, jobs, state, _turns(group, jobs) if len(jobs) > 1 else None)

@@ -92,12 +92,6 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-def joins(decorated):
-    """By table, that in whose messages its rows travel."""
-    (entry,) = decorated._programs._entries.values()
-    return {table.param: table.joins for table in entry.tables.tables}
-
-
 def test_the_numbers_of_one_device(reference, joined):
     losses, state, decorated = joined
     assert_same((losses, state), reference)
@@ -178,5 +172,29 @@ def test_a_pinned_plan_says_as_much(joined):
         make_step(), mesh={"data": 4}, plan=dataclasses.replace(plan, syncs=(plan.syncs[0], larger)), uneven="pad"
     )
     state = apart.init(init, jax.random.key(0), example=(next(batches()),))
-    exchanges = [each for each in apart.plan(state, next(batches())).collectives if each.op == ROW_EXCHANGE]
-    assert len(exchanges) == 2
+    found = apart.plan(state, next(batches()))
+    assert len([each for each in found.collectives if each.op == ROW_EXCHANGE]) == 2
+    assert not any("looked up by" in sync.why for sync in found.syncs)
+
+
+def test_a_plan_that_is_pinned_to_other_ids_says_what_is_so_here(joined):
+    plan = joined[2].plan(state_of(joined[2]), next(batches()))
+    other = splitjax.parallelize(make_step(other_columns), mesh={"data": 4}, plan=plan, uneven="pad")
+    found = other.plan(other.init(init, jax.random.key(0), example=(next(batches()),)), next(batches()))
+    assert len([each for each in found.collectives if each.op == ROW_EXCHANGE]) == 2
+    assert not any("looked up by" in sync.why for sync in found.syncs)
+
+
+def test_tables_of_different_dtypes_stay_together_once_they_were_observed():
+    def narrow(key):
+        state = init(key)
+        params = {**state["params"], "linear": state["params"]["linear"].astype(jnp.bfloat16)}
+        return {"params": params, "opt": TX.init(params)}
+
+    decorated = splitjax.parallelize(make_step(), mesh={"data": 4}, rules="embedding_owner", uneven="pad")
+    state = decorated.init(narrow, jax.random.key(0), example=(next(batches()),))
+    for batch in batches(4):
+        state, _ = decorated(state, batch)
+    plan = decorated.plan(state, next(batches()))
+    assert all(sync.is_decided for sync in plan.syncs)
+    assert len([each for each in plan.collectives if each.op == ROW_EXCHANGE]) == 1

@@ -72,6 +72,15 @@ def test_what_a_cycle_takes_longer_is_added_to_it():
         for overhead in (Overhead(), Overhead(job_seconds=0.25), Overhead(share=0.5))
     }
     base = seconds[Overhead()]
+    # Nothing but the overhead counts where one was fitted: hosts prepare two inputs at a time.
+    reading = [job(str(k), 0, 2, 9, profile("reading", 0.8, 0.1, 0.0)) for k in range(4)]
+    four = tuple(Member(k, (0, 1)) for k in range(4))
+    cycles = [
+        1 / get_discipline("muri-testbed").rates(Group(four, "muri-testbed", each), reading, Cluster(1, 2))
+        .iterations_per_second[0]
+        for each in (Overhead(), Overhead(job_seconds=0.1))
+    ]  # fmt: skip
+    assert cycles == pytest.approx([3.2, 1.6 + 0.4])
     assert seconds[Overhead(job_seconds=0.25)] == pytest.approx(base + 0.5)
     assert seconds[Overhead(share=0.5)] == pytest.approx(1.5 * base)
 
