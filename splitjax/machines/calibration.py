@@ -121,8 +121,8 @@ class CollectiveTime:
 
     **Attributes:** `op`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`. `participants`: the
     devices of a group. `between`: whether they are of several processes. `link`: a latency and a rate that fit what was
-    measured. `points`: that, as (bytes sent, seconds) in order; a message between two takes what a line through
-    logarithms says. Empty in files that have the fit alone."""
+    measured. `points`: between processes that, as (bytes sent, seconds) in order; a message between two takes what a
+    line through logarithms says. Empty within a process, and in files that have the fit alone."""
 
     op: str
     participants: int

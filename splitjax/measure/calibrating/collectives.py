@@ -1,8 +1,9 @@
 """Times collectives: among each number of devices of a process, and between processes, each kind at several sizes.
 
 A `Timer` comes in, times come out, with a latency and a rate that fit them, which is what alpha-beta models are made of
-(Hockney 1994, "The communication challenge for MPP"). A line does not fit messages of all sizes, some of which stay in
-caches, so that predictions go by the times themselves.
+(Hockney 1994, "The communication challenge for MPP"). A line does not fit messages between processes of all sizes, so
+that predictions go by the times themselves there. Within a process the line is nearer to what steps take: large
+messages of a loop that does nothing else find less in caches than those of a step do.
 
 What a step sends its devices have just computed, and what it receives they read next, so that messages change caches on
 the way. Turns do both, and what they take that send nothing is taken off.
@@ -52,8 +53,7 @@ def collective_times(timer: Timer, num_processes: int, lengths: Sequence[int] = 
                 points.append((float(sent(4 * length)), seconds))
                 if seconds > _ENOUGH_SECONDS and len(points) > 1:
                     break
-            points = rising(points)
-            yield CollectiveTime(op, size, between, fit(points), tuple(points))
+            yield CollectiveTime(op, size, between, fit(points), tuple(rising(points)) if between else ())
 
 
 def _powers(most: int) -> list[int]:
