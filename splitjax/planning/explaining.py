@@ -97,10 +97,9 @@ class _Costs:
         they do where every lookup finds another row."""
         dense, mesh = step.dense, self.draft.shape
         tables = _row_tables(self.draft, step)
-        open_params = (
-            {} if step.tables is None else {table.param for table in step.tables.tables if table.capacities is None}
-        )
-        before = (each for table in tables if table.param in open_params for each in table.sent)
+        known = () if step.tables is None else step.tables.tables
+        unobserved = {table.param for table in known if table.capacities is None}
+        before = (each for table in tables if table.param in unobserved for each in table.sent)
         sent = (*step.collectives, *before)
         return StepCost(
             self.prices.local_seconds(dense, tables) + self.prices.sending_seconds(sent, mesh),
