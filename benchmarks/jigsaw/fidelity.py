@@ -202,53 +202,53 @@ def _row(name: str, result: SimulationResult, truth: Measured, near: Sequence[fl
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Testbed:
+    """Jobs with their stages, what the testbed measured of them by policy that interleaves, and the calibration under
+    SRTF."""
+
+    jobs: Sequence[Job]
+    measured: dict[str, Measured]
+    calibration: Calibration
+
+    def replayed(self, name: str, overhead: Overhead, calibration: Calibration | None = None) -> SimulationResult:
+        """The schedule of a policy as the testbed ran it, whose cycles take longer by `overhead`."""
+        decide = functools.partial(AS_RUN[name], overhead=overhead)
+        return replay(self.jobs, decide, calibration or self.calibration)
+
+    def fit(self, form: str) -> interleaved.Fit:
+        """The constant of a form, fitted under Muri-S."""
+        seconds = self.measured["Muri-S"].running_seconds
+        return interleaved.fit(form, self.jobs, seconds, functools.partial(self.replayed, "Muri-S"))
+
+
 def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tuple[list[str], list[Any]]:
     """Lines and goals of the policies that interleave."""
-    from benchmarks._common import table
-    from benchmarks.splitbrain.common import Goal
-
     jobs = read_muri(folder / "testbed_trace.csv").jobs
     measured = {name: read_measured(folder / file, jobs) for name, file in INTERLEAVED_FILES.items()}
-
-    def replayed(name: str, overhead: Overhead, calibration: Calibration = found) -> SimulationResult:
-        return replay(jobs, functools.partial(AS_RUN[name], overhead=overhead), calibration)
-
-    forms = list(interleaved.FORMS)[: 1 if quick else None]
-    fits = [
-        interleaved.fit(form, jobs, measured["Muri-S"].running_seconds, functools.partial(replayed, "Muri-S"))
-        for form in forms
-    ]
+    testbed = _Testbed(jobs, measured, found)
+    fits = [testbed.fit(form) for form in list(interleaved.FORMS)[: 1 if quick else None]]
     best = min(fits, key=lambda one: one.off)
-    compared, rows, explained, goals = [], [], [], []
+    predicted, goals = _predicted(testbed, best, quick)
+    lines = [*_compared(testbed, fits, best), "", *predicted, "", *_as_described(jobs, measured, found)]
+    return lines, goals
+
+
+def _compared(testbed: _Testbed, fits: Sequence[interleaved.Fit], best: interleaved.Fit) -> list[str]:
+    """Gives lines of what a constant may mean, each fitted under Muri-S; `best` is used."""
+    from benchmarks._common import table
+
+    rows = []
     for one in fits:
-        both = [value for name in measured for value in errors(replayed(name, one.overhead), measured[name])]
+        both = [
+            value for name, truth in testbed.measured.items()
+            for value in errors(testbed.replayed(name, one.overhead), truth)
+        ]  # fmt: skip
         marked = "" if max(map(abs, both[2:])) <= INTERLEAVED_LIMIT else f"fails {INTERLEAVED_LIMIT:.0%}"
-        compared.append(
-            [
-                one.form,
-                str(one),
-                f"{one.off:.1%}",
-                *(f"{value:+.2%}" for value in both),
-                "used" if one is best else marked,
-            ]
-        )
+        marked = "used" if one is best else marked
+        rows.append([one.form, str(one), f"{one.off:.1%}", *(f"{value:+.2%}" for value in both), marked])
     form = interleaved.FORMS[best.form]
-    nearby = [best.constant] if quick else [best.constant + step * form[1] / 50 for step in (-1, 0, 1)]
-    for name, truth in measured.items():
-        result = replayed(name, best.overhead)
-        near = [errors(replayed(name, form[2](constant)), truth)[0] for constant in nearby]
-        rows.append(_row(f"{name}, calibrated" if name == "Muri-S" else f"{name}, predicted", result, truth, near))
-        without = [
-            replayed(name, Overhead()),
-            replayed(name, best.overhead, Calibration(found.slowdown, 0.0)),
-        ]
-        explained.append([name, *_explained(result, truth), *(f"{errors(run, truth)[0]:+.1%}" for run in without)])
-        how = "as shipped, calibrated" if name == "Muri-S" else "as shipped, predicted"
-        goals += [
-            Goal(f"fidelity, {name}, {how}: error of the {what}", abs(error), INTERLEAVED_LIMIT, True, ".2%")
-            for what, error in zip(("mean completion time", "makespan"), errors(result, truth))
-        ]
-    lines = [
+    return [
         (
             "The next table is about policies that interleave: up to four jobs of equal width share devices,"
             " and their stages (input, device, network) take turns. The testbed matched all jobs anew at"
@@ -258,7 +258,7 @@ def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tupl
             " constant says how much longer a cycle of several jobs takes; it is fitted under Muri-S alone,"
             " so that the whole device time is as measured there. Three meanings of the constant were tried;"
             " the one used is that under which"
-            f" the device time of each of the eight models under Muri-S is"
+            " the device time of each of the eight models under Muri-S is"
             " nearest to what was measured (*off*, root mean square). Muri-L, which does not know running times, is"
             f" predicted with it. The spread is over constants within ± {form[0].format(form[1] / 50)}."
         ),
@@ -274,9 +274,34 @@ def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tupl
                 "makespan",
                 "",
             ],
-            compared,
+            rows,
         ),
-        "",
+    ]
+
+
+def _predicted(testbed: _Testbed, best: interleaved.Fit, quick: bool) -> tuple[list[str], list[Any]]:
+    """Lines and goals of Muri with the constant that is used."""
+    from benchmarks._common import table
+    from benchmarks.splitbrain.common import Goal
+
+    rows, explained, goals = [], [], []
+    form, found = interleaved.FORMS[best.form], testbed.calibration
+    nearby = [best.constant] if quick else [best.constant + step * form[1] / 50 for step in (-1, 0, 1)]
+    for name, truth in testbed.measured.items():
+        result = testbed.replayed(name, best.overhead)
+        near = [errors(testbed.replayed(name, form[2](constant)), truth)[0] for constant in nearby]
+        rows.append(_row(f"{name}, calibrated" if name == "Muri-S" else f"{name}, predicted", result, truth, near))
+        without = [
+            testbed.replayed(name, Overhead()),
+            testbed.replayed(name, best.overhead, Calibration(found.slowdown, 0.0)),
+        ]
+        explained.append([name, *_explained(result, truth), *(f"{errors(run, truth)[0]:+.1%}" for run in without)])
+        how = "as shipped, calibrated" if name == "Muri-S" else "as shipped, predicted"
+        goals += [
+            Goal(f"fidelity, {name}, {how}: error of the {what}", abs(error), INTERLEAVED_LIMIT, True, ".2%")
+            for what, error in zip(("mean completion time", "makespan"), errors(result, truth))
+        ]
+    lines = [
         *table(["policy", *_COLUMNS], rows),
         "",
         *table(
@@ -290,7 +315,7 @@ def _interleaving(quick: bool, folder: pathlib.Path, found: Calibration) -> tupl
             explained,
         ),
     ]
-    return [*lines, "", *_as_described(jobs, measured, found)], goals
+    return lines, goals
 
 
 def _as_described(jobs: Sequence[Job], measured: dict[str, Measured], found: Calibration) -> list[str]:

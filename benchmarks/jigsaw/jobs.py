@@ -104,11 +104,13 @@ def _text() -> Any:
 
 # Processes that outlast a run
 
+_BEFORE_ALL = -1  # the iteration of what a process is asked for between runs: below it, -1 - seed
+
 
 @dataclasses.dataclass(frozen=True)
 class Lasting:
     """A `DecoratedJob` whose tasks go back to the beginning, or to their checkpoint, when they are asked for `STORAGE`
-    of iteration -1 - seed."""
+    of iteration -1 - seed, and to another processor core when they are asked for resource -1 - core."""
 
     job: Any
 
@@ -127,7 +129,10 @@ class LastingTask:
         return self._task.restore()
 
     def stage(self, number: int, resource: int) -> None:
-        if number < 0:
+        if resource < 0:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), {-1 - resource})
+        elif number < 0:
             self._task.training.batch.seed = -1 - number
             self._task.restore()
         else:
@@ -143,7 +148,12 @@ class LastingTask:
 class LastingEngine:
     """An `Engine` whose processes are started, and their programs compiled, before the first run, and stay from run to
     run: a run's time has no starts in it. A job that is stopped and started again within a run does go back to its
-    checkpoint. It is for one set of jobs, each on the devices 0 to N-1."""
+    checkpoint. It is for one set of jobs, whose processes begin on the devices 0 to N-1, and go to the core of another
+    one where a policy puts a worker there.
+
+    **Arguments:** `inner`: starts the processes. `jobs`, `programs`, `folders`: what they run, and where each keeps its
+    checkpoints. `cores`: the processor core of each device.
+    """
 
     def __init__(
         self,
@@ -151,6 +161,7 @@ class LastingEngine:
         jobs: Sequence[Job],
         programs: Mapping[str, Program],
         folders: Mapping[str, pathlib.Path],
+        cores: Sequence[int],
     ):
         self._inner, self._numbers, self._folders = (
             inner,
@@ -158,6 +169,11 @@ class LastingEngine:
             folders,
         )
         self._workers = {number: job.num_workers for number, job in enumerate(jobs)}
+        self._cores = tuple(cores)
+        # by process (job, worker), the device on whose core it is
+        self._devices = {
+            (number, worker): worker for number, job in enumerate(jobs) for worker in range(job.num_workers)
+        }
         self._reports: collections.deque[WorkerReport] = collections.deque()
         self._seed = 0
         # of the run's numbers, the numbers of the processes; they differ where a run has another order
@@ -188,12 +204,12 @@ class LastingEngine:
             self._inner.stage(inner, worker, -1 - self._seed, STORAGE)
 
     def _await(self, kind: Kind, count: int) -> None:
-        """Answers of processes that begin or go back; what others report meanwhile is kept."""
+        """Answers of processes that begin, go back or move; what others report meanwhile is kept."""
         while count:
             report = self._inner.next(600.0)
             if report is None or report.kind is Kind.DIED:
                 raise RuntimeError(f"a process does not start: {report}")
-            if report.kind is kind and report.number <= 0:
+            if report.kind is kind and (report.number < 0 or kind is Kind.STARTED):
                 count -= 1
             else:
                 self._reports.append(self._of_run(report))
@@ -204,13 +220,21 @@ class LastingEngine:
 
     def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
         inner = self._job_of[job]
-        if [place.device for place in places] != list(range(self._workers[inner])):
-            raise RuntimeError(f"{places[0].job} is to be on other devices than its processes: {places}")
+        self._move(inner, places)
         if job in self._attempt:
             self._restore(inner)
             self._await(Kind.STAGED, self._workers[inner])
         self._attempt[job] = places[0].attempt
         self._reports.append(WorkerReport(Kind.STARTED, job, places[0].attempt, number=self._saved[job]))
+
+    def _move(self, inner: int, places: Sequence[Place]) -> None:
+        """Sends the processes of a job to the cores of the devices on which they are to be."""
+        moved = [(worker, place.device) for worker, place in enumerate(places)]
+        moved = [(worker, device) for worker, device in moved if self._devices[inner, worker] != device]
+        for worker, device in moved:
+            self._devices[inner, worker] = device
+            self._inner.stage(inner, worker, _BEFORE_ALL, -1 - self._cores[device])
+        self._await(Kind.STAGED, len(moved))
 
     def stage(self, job: int, worker: int, number: int, resource: int) -> None:
         self._inner.stage(self._job_of[job], worker, number, resource)

@@ -117,7 +117,7 @@ def started() -> Iterator[Runner]:
             name: Lasting(DecoratedJob(functools.partial(build, name), folder)) for name, folder in folders.items()
         }
         engine = LastingEngine(
-            RayEngine(CLUSTER, RayOptions(cores=cores, environment=environment)), jobs, programs, folders
+            RayEngine(CLUSTER, RayOptions(cores=cores, environment=environment)), jobs, programs, folders, cores
         )
 
         def run(policy: str | Policy, jobs: Sequence[Job], seed: int) -> Run:

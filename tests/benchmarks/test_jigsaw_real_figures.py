@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import types
+from typing import ClassVar
 
 import pytest
 
@@ -96,7 +98,7 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
     for folder in folders.values():
         folder.mkdir()
     programs = {name: Lasting(Drawn(folder)) for name, folder in folders.items()}
-    engine = LastingEngine(ThreadEngine(), jobs, programs, folders)
+    engine = LastingEngine(ThreadEngine(), jobs, programs, folders, [0])
     for seed, order in ((0, jobs), (0, jobs[::-1]), (3, jobs)):
         engine.rewind(order, seed)
         found = execute(order, programs, Cluster(1, 1), "gang-fifo", engine)
@@ -108,6 +110,46 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
             found.restarts.values()
         )
     engine.end()
+
+
+class Placed(DrawnTask):
+    """Notes on which cores each of its iterations ran."""
+
+    cores: ClassVar[list[set[int]]] = []
+
+    def step(self, order, computed):
+        self.cores.append(os.sched_getaffinity(0))
+        return super().step(order, computed)
+
+
+class PlacedProgram(Drawn):
+    def begin(self, place):
+        return Placed(self.folder)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
+def test_workers_that_are_folded_onto_one_device_go_to_its_core(tmp_path) -> None:
+    """JigSaw gives two jobs a device each where switches between them cost more than they gain."""
+    allowed = os.sched_getaffinity(0)
+    cores = sorted(allowed)[:2]
+    profile = JobProfile("toy", 0.001, (Depth(1.0, 0.002), Depth(0.5, 0.001)), switch_seconds=1.0)
+    jobs = [Job(name, 0.0, 2, 4, profile) for name in "ab"]
+    folders = {job.name: tmp_path / job.name for job in jobs}
+    for folder in folders.values():
+        folder.mkdir()
+    programs = {name: Lasting(PlacedProgram(folder)) for name, folder in folders.items()}
+    engine = LastingEngine(ThreadEngine(), jobs, programs, folders, cores)
+    try:
+        engine.rewind(jobs, 0)
+        found = execute(jobs, programs, Cluster(1, 2), "jigsaw-fifo", engine)
+    finally:
+        engine.end()
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), allowed)
+    devices = {(one.job, one.device) for one in found.tasks if one.resource == DEVICE}
+    assert len(devices) == 2, "each job is on one device"
+    assert {frozenset(each) for each in Placed.cores} <= {frozenset({core}) for core in cores}
+    assert len(Placed.cores) == 16
 
 
 def test_a_task_is_switched_where_another_job_had_the_device_before():
