@@ -47,6 +47,7 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
             "efficiency",
             "switches",
             "real",
+            "real_accuracy",
             "switch_cost",
             "packings",
             "fidelity",

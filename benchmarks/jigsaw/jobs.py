@@ -1,19 +1,15 @@
-"""The training jobs of real execution (`jigsaw.real`), and processes that are started once for all runs."""
+"""The training jobs of real execution (`jigsaw.real`, `jigsaw.real_accuracy`): what they train, and how they are
+judged."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import os
 import pathlib
-import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from splitjax.schedule import Job, Place, RayEngine
-from splitjax.schedule.execution.engine import Kind, Program, StepOrder, WorkerReport
-from splitjax.schedule.model.jobs import STORAGE
+from splitjax.schedule import Place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +27,8 @@ class Model:
         return self.family in ("transformer", "lstm")
 
 
+LEARNING_RATE = 1e-3  # of Adam, in all jobs
+MOST_HELD_OUT = 256  # examples that a job is judged by
 _SEQ_LEN, _VOCABULARY = 63, 96
 MODELS = {
     "vgg": Model("vgg11", {"width": 0.25, "head_features": (256, 256), "image_size": 32, "channels": 1}, 256, 28),
@@ -66,28 +64,105 @@ class Batches:
         return self.data.transform(batch) if self.data.transform else batch
 
 
+@dataclasses.dataclass
+class ByAssignment:
+    """`Training.at_depths` of a job that can be trained by either assignment of depths; `is_temporal` says by which.
+    Full depth on all workers is full backpropagation in the one, and a turn among others in the other."""
+
+    spatial: Callable[[tuple[float, ...]], Any]
+    temporal: Callable[[tuple[float, ...]], Any]
+    is_temporal: bool = False
+
+    def __call__(self, depths: tuple[float, ...]) -> Any:
+        return (self.temporal if self.is_temporal else self.spatial)(depths)
+
+
+class BegunOnce:
+    """A decorated step that makes the state to begin with once, and gives copies of it: making it compiles a program
+    each time, and every run begins anew. For one `init_fn` and key."""
+
+    def __init__(self, step: Any):
+        self._step, self._first = step, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._step(*arguments)
+
+    def init(self, *arguments: Any, example: Any) -> Any:
+        import jax
+
+        if self._first is None:
+            self._first = self._step.init(*arguments, example=example)
+        return jax.tree.map(lambda array: array.copy(), self._first)  # a step may overwrite what it is given
+
+
 def build(name: str, place: Place) -> Any:
     """A `Training`."""
     import jax
-    import optax
 
     import splitjax
     from splitjax.runtime.scheduled import Training, partial_steps
 
-    model = MODELS[name]
-    spec = splitjax.models.build(model.family, **model.options)
-    loss = "cross_entropy" if model.family == "lstm" else None
-    init_fn, train_step, _ = splitjax.models.make_step(
-        spec, optax.adam(1e-3), loss=loss, value_and_grad=splitjax.value_and_grad
-    )
-    data = _text() if model.reads_text else splitjax.data.load_digits(image_size=32, channels=1)
+    init_fn, train_step, _ = _steps(name)
     decorate = lambda backprop: splitjax.parallelize(
         train_step, mesh={"data": place.num_workers}, rules="data_parallel", backprop=backprop
     )
-    step, at_depths, warm_up = partial_steps(decorate, place.num_workers)
+    step, spatial, warm_up = partial_steps(decorate, place.num_workers)
+    _, temporal, in_turn = partial_steps(decorate, place.num_workers, assignment="temporal")
     return Training(
-        step, init_fn, jax.random.key(0), Batches(data, model.batch_size), at_depths=at_depths, warm_up=warm_up
+        BegunOnce(step),
+        init_fn,
+        jax.random.key(0),
+        Batches(_data(name), MODELS[name].batch_size),
+        at_depths=ByAssignment(spatial, temporal),
+        warm_up=tuple(dict.fromkeys((*warm_up, *in_turn))),
     )
+
+
+Judge = Callable[[Any], Mapping[str, float]]
+
+
+def judge(name: str) -> Judge:
+    """Makes what gives the loss and the accuracy of a state on examples that are held out: at most `MOST_HELD_OUT` of
+    them, evenly spaced. For one process of a job, which needs nothing of the others: each has all parameters."""
+    import jax
+    import numpy as np
+
+    data, evaluate = _data(name), jax.jit(_steps(name)[2])
+    rows = np.unique(np.linspace(0, data.num_test - 1, MOST_HELD_OUT).astype(int))
+    batch = {key: values[rows] for key, values in data.test.items()}
+    batch = data.transform(batch) if data.transform else batch
+
+    def judged(state: Any) -> Mapping[str, float]:
+        own = {key: value for key, value in state.items() if key != "opt"}
+        metrics = evaluate(jax.tree.map(lambda array: array.addressable_data(0), own), batch)
+        return {metric: float(value) for metric, value in metrics.items()}
+
+    return judged
+
+
+def _steps(name: str) -> Any:
+    """What makes a state, trains it and evaluates it."""
+    import optax
+
+    import splitjax
+
+    model = MODELS[name]
+    loss = "cross_entropy" if model.family == "lstm" else None
+    return splitjax.models.make_step(
+        splitjax.models.build(model.family, **model.options),
+        optax.adam(LEARNING_RATE),
+        loss=loss,
+        value_and_grad=splitjax.value_and_grad,
+    )
+
+
+def _data(name: str) -> Any:
+    import splitjax
+
+    return _text() if MODELS[name].reads_text else splitjax.data.load_digits(image_size=32, channels=1)
 
 
 def _text() -> Any:
@@ -100,183 +175,3 @@ def _text() -> Any:
             "\n".join(one.read_text(encoding="utf-8") for one in sorted(root.glob("docs/*.md"))), encoding="utf-8"
         )
         return splitjax.data.load_text(file, seq_len=_SEQ_LEN, vocab_size=_VOCABULARY, level="char")
-
-
-# Processes that outlast a run
-
-_BEFORE_ALL = -1  # the iteration of what a process is asked for between runs: below it, -1 - seed
-
-
-@dataclasses.dataclass(frozen=True)
-class Lasting:
-    """A `DecoratedJob` whose tasks go back to the beginning, or to their checkpoint, when they are asked for `STORAGE`
-    of iteration -1 - seed, and to another processor core when they are asked for resource -1 - core."""
-
-    job: Any
-
-    def meet(self, place: Place) -> tuple[Any, Any]:
-        return self.job.meet(place)
-
-    def begin(self, place: Place) -> LastingTask:
-        return LastingTask(self.job.begin(place))
-
-
-class LastingTask:
-    def __init__(self, task: Any):
-        self._task = task
-
-    def restore(self) -> int:
-        return self._task.restore()
-
-    def stage(self, number: int, resource: int) -> None:
-        if resource < 0:
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), {-1 - resource})
-        elif number < 0:
-            self._task.training.batch.seed = -1 - number
-            self._task.restore()
-        else:
-            self._task.stage(number, resource)
-
-    def step(self, order: StepOrder, computed: Any) -> Mapping[str, float]:
-        return self._task.step(order, computed)
-
-    def save(self, number: int) -> None:
-        self._task.save(number)
-
-
-class LastingEngine:
-    """An `Engine` whose processes are started, and their programs compiled, before the first run, and stay from run to
-    run: a run's time has no starts in it. A job that is stopped and started again within a run does go back to its
-    checkpoint. It is for one set of jobs, whose processes begin on the devices 0 to N-1, and go to the core of another
-    one where a policy puts a worker there.
-
-    **Arguments:** `inner`: starts the processes. `jobs`, `programs`, `folders`: what they run, and where each keeps its
-    checkpoints. `cores`: the processor core of each device.
-    """
-
-    def __init__(
-        self,
-        inner: RayEngine,
-        jobs: Sequence[Job],
-        programs: Mapping[str, Program],
-        folders: Mapping[str, pathlib.Path],
-        cores: Sequence[int],
-    ):
-        self._inner, self._numbers, self._folders = (
-            inner,
-            {job.name: number for number, job in enumerate(jobs)},
-            folders,
-        )
-        self._workers = {number: job.num_workers for number, job in enumerate(jobs)}
-        self._cores = tuple(cores)
-        # by process (job, worker), the device on whose core it is
-        self._devices = {
-            (number, worker): worker for number, job in enumerate(jobs) for worker in range(job.num_workers)
-        }
-        self._reports: collections.deque[WorkerReport] = collections.deque()
-        self._seed = 0
-        # of the run's numbers, the numbers of the processes; they differ where a run has another order
-        self._job_of: dict[int, int] = {}
-        for number, job in enumerate(jobs):
-            inner.start(
-                number,
-                programs[job.name],
-                tuple(Place(job.name, worker, job.num_workers, worker, worker) for worker in range(job.num_workers)),
-            )
-        self._await(Kind.STARTED, len(jobs))
-
-    def rewind(self, jobs: Sequence[Job], seed: int) -> None:
-        """Before every run: all of `jobs`, in their order, at the beginning."""
-        self._reports.clear()
-        self._seed, self._job_of = seed, {number: self._numbers[job.name] for number, job in enumerate(jobs)}
-        self._attempt: dict[int, int] = {}
-        self._saved = dict.fromkeys(self._job_of, 0)
-        for folder in self._folders.values():
-            for checkpoint in folder.glob("*"):
-                shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()
-        for inner in self._job_of.values():
-            self._restore(inner)
-        self._await(Kind.STAGED, sum(self._workers[inner] for inner in self._job_of.values()))
-
-    def _restore(self, inner: int) -> None:
-        for worker in range(self._workers[inner]):
-            self._inner.stage(inner, worker, -1 - self._seed, STORAGE)
-
-    def _await(self, kind: Kind, count: int) -> None:
-        """Answers of processes that begin, go back or move; what others report meanwhile is kept."""
-        while count:
-            report = self._inner.next(600.0)
-            if report is None or report.kind is Kind.DIED:
-                raise RuntimeError(f"a process does not start: {report}")
-            if report.kind is kind and (report.number < 0 or kind is Kind.STARTED):
-                count -= 1
-            else:
-                self._reports.append(self._of_run(report))
-
-    def _of_run(self, report: WorkerReport) -> WorkerReport:
-        job = next(job for job, inner in self._job_of.items() if inner == report.job)
-        return dataclasses.replace(report, job=job, attempt=self._attempt[job])
-
-    def start(self, job: int, program: Program, places: tuple[Place, ...]) -> None:
-        inner = self._job_of[job]
-        self._move(inner, places)
-        if job in self._attempt:
-            self._restore(inner)
-            self._await(Kind.STAGED, self._workers[inner])
-        self._attempt[job] = places[0].attempt
-        self._reports.append(WorkerReport(Kind.STARTED, job, places[0].attempt, number=self._saved[job]))
-
-    def _move(self, inner: int, places: Sequence[Place]) -> None:
-        """Sends the processes of a job to the cores of the devices on which they are to be."""
-        moved = [(worker, place.device) for worker, place in enumerate(places)]
-        moved = [(worker, device) for worker, device in moved if self._devices[inner, worker] != device]
-        for worker, device in moved:
-            self._devices[inner, worker] = device
-            self._inner.stage(inner, worker, _BEFORE_ALL, -1 - self._cores[device])
-        self._await(Kind.STAGED, len(moved))
-
-    def stage(self, job: int, worker: int, number: int, resource: int) -> None:
-        self._inner.stage(self._job_of[job], worker, number, resource)
-
-    def step(self, job: int, worker: int, order: StepOrder) -> None:
-        self._inner.step(self._job_of[job], worker, order)
-
-    def save(self, job: int, number: int) -> None:
-        self._saved[job] = number
-        self._inner.save(self._job_of[job], number)
-
-    def stop(self, job: int) -> None:
-        pass  # its processes stay, idle
-
-    def next(self, timeout_seconds: float) -> WorkerReport | None:
-        if self._reports:
-            return self._reports.popleft()
-        report = self._inner.next(timeout_seconds)
-        return None if report is None else self._of_run(report)
-
-    def close(self) -> None:
-        pass  # `execute` closes it after every run
-
-    def end(self) -> None:
-        self._inner.close()
-
-
-def processor_seconds() -> tuple[float, float]:
-    """Used so far by the processes of jobs, and by what runs them: this process and Ray's own."""
-    parents, used, names = {}, {}, {}
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            names[int(folder.name)] = (folder / "cmdline").read_text()
-        except OSError:
-            continue  # it has ended
-        parents[int(folder.name)], used[int(folder.name)] = (
-            int(fields[1]),
-            (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
-        )
-    ours = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
-        ours |= more
-    jobs = sum(used[pid] for pid in ours if names.get(pid, "").startswith("ray::"))
-    return jobs, sum(used[pid] for pid in ours) - jobs

@@ -35,6 +35,7 @@ _FIRST = (
     "real",
     "switch_cost",
     "accuracy",
+    "real_accuracy",
 )
 
 

@@ -8,39 +8,22 @@ turns, round by round: each round's jobs come in another order and see other bat
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.jigsaw.jobs import MODELS, Lasting, LastingEngine, build, processor_seconds
+from benchmarks.jigsaw.jobs import MODELS
+from benchmarks.jigsaw.processes import CLUSTER, GUESS, Run, started
 from benchmarks.jigsaw.switching import of_kind, switch_seconds
-from splitjax.schedule import (
-    Cluster,
-    Depth,
-    Execution,
-    ExecutionOptions,
-    Job,
-    JobProfile,
-    Options,
-    Policy,
-    RayEngine,
-    RayOptions,
-    TaskRecord,
-    execute,
-    simulate,
-)
+from splitjax.schedule import Depth, Execution, Job, JobProfile, Options, Policy, TaskRecord, simulate
 from splitjax.schedule.model.jobs import DEVICE
 from splitjax.schedule.policies.group_plan import PackingOptions
 from splitjax.schedule.policies.orders import fifo
 from splitjax.schedule.policies.packing import pack
 
-CLUSTER = Cluster(1, 2)
 ROUNDS = 5
 MOST_ERROR = 0.05
 GANG, MURI, ALONE, FULL, JIGSAW, ALL = (
@@ -69,72 +52,7 @@ POLICIES: dict[str, str | Policy] = {
 PARTIAL = (ALONE, JIGSAW, ALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of a policy: seconds of processor that jobs, and Ray and the executor, took in it."""
-
-    execution: Execution
-    jobs_seconds: float
-    other_seconds: float
-
-    @property
-    def makespan(self) -> float:
-        return self.execution.result.makespan
-
-    @property
-    def busy(self) -> float:
-        return self.execution.result.busy
-
-    @property
-    def computing(self) -> float:
-        """Share of the cores' time in which jobs' processes computed."""
-        return self.jobs_seconds / (CLUSTER.num_devices * self.makespan)
-
-    @property
-    def losses(self) -> dict[str, float]:
-        return {name: metrics["loss"] for name, metrics in self.execution.metrics.items()}
-
-
 Runner = Callable[[str | Policy, Sequence[Job], int], Run]
-
-
-@contextlib.contextmanager
-def started() -> Iterator[Runner]:
-    """Processes of all jobs; `run(policy, jobs, seed)`."""
-    from splitjax.runtime.scheduled import DecoratedJob, one_core_environment
-
-    cores = tuple(sorted(os.sched_getaffinity(0)))[: CLUSTER.num_devices]
-    environment = {
-        **one_core_environment(),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-    }
-    guess = JobProfile("guess", 0.05, (Depth(1.0, 0.1), Depth(0.5, 0.05)))
-    jobs = [Job(name, 0.0, 2, 1, guess) for name in MODELS]
-    with tempfile.TemporaryDirectory() as root:
-        folders = {job.name: pathlib.Path(root) / job.name for job in jobs}
-        programs = {
-            name: Lasting(DecoratedJob(functools.partial(build, name), folder)) for name, folder in folders.items()
-        }
-        engine = LastingEngine(
-            RayEngine(CLUSTER, RayOptions(cores=cores, environment=environment)), jobs, programs, folders, cores
-        )
-
-        def run(policy: str | Policy, jobs: Sequence[Job], seed: int) -> Run:
-            engine.rewind(jobs, seed)
-            before = processor_seconds()
-            execution = execute(
-                jobs, programs, CLUSTER, policy, engine, ExecutionOptions(checkpoint_every_seconds=3600.0)
-            )
-            after = processor_seconds()
-            if execution.failed or any(execution.restarts.values()):
-                raise RuntimeError(f"jobs failed: {execution.failed}, {execution.restarts}")
-            return Run(execution, after[0] - before[0], after[1] - before[1])
-
-        try:
-            yield run
-        finally:
-            engine.end()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +74,7 @@ def iterations(name: str, quick: bool) -> int:
 def profiles(run: Runner, num_iterations: int) -> Known:
     """Each job's, from iterations of its own with nobody beside it: times are those for which it has its devices'
     tokens. What a switch to a job costs is measured with all jobs at once."""
-    guess = JobProfile("guess", 0.05, (Depth(1.0, 0.1), Depth(0.5, 0.05)))
-    jobs = [Job(name, 0.0, 2, num_iterations, guess) for name in MODELS]
+    jobs = [Job(name, 0.0, 2, num_iterations, GUESS) for name in MODELS]
     whole, partial, mixed = (run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL]))
     alone, after = of_kind(partial.tasks, False), of_kind(mixed.tasks, True)
     found = {

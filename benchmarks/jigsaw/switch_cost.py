@@ -8,7 +8,8 @@ import statistics
 from typing import Any
 
 from benchmarks.jigsaw.jobs import MODELS
-from benchmarks.jigsaw.real import ALL, POLICIES, iterations, profiles, started
+from benchmarks.jigsaw.processes import started
+from benchmarks.jigsaw.real import ALL, POLICIES, iterations, profiles
 from benchmarks.jigsaw.switching import TaskKind, of_kind
 from splitjax.schedule import Job
 

@@ -28,6 +28,7 @@ import jax
 from splitjax.errors import TrainingError
 from splitjax.parallelize import ParallelStep
 from splitjax.partial import PartialBackprop
+from splitjax.partial.request import BRANCH, PROGRAM, SPATIAL
 from splitjax.planning.carried import Carried
 from splitjax.runtime.checkpoint.checkpoints import Checkpoints
 from splitjax.runtime.checkpoint.options import CheckpointOptions
@@ -129,6 +130,11 @@ class DecoratedTask:
         self._read: dict[int, Any] = {}
         self._state: Any = None
 
+    @property
+    def state(self) -> Any:
+        """Gives the state after the last iteration; None before `restore`."""
+        return self._state
+
     def restore(self) -> int:
         """Compiles the step, reads the newest good checkpoint, and returns its step number; 0 without one."""
         training = self.training
@@ -190,7 +196,10 @@ def one_core_environment(base: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def partial_steps(
-    decorate: Callable[[PartialBackprop | None], ParallelStep[..., Any]], num_workers: int, estimator: str = "count"
+    decorate: Callable[[PartialBackprop | None], ParallelStep[..., Any]],
+    num_workers: int,
+    estimator: str = "count",
+    assignment: str = SPATIAL,
 ) -> tuple[
     ParallelStep[..., Any], Callable[[tuple[float, ...]], Callable[[Any, Any], Any]], tuple[tuple[float, ...], ...]
 ]:
@@ -199,22 +208,28 @@ def partial_steps(
 
     **Arguments:**
 
-    - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with spatial linear
-      depths that rotate.
+    - `decorate`: `decorate(backprop)` is the step with that `backprop`. It is called with None and with linear depths
+      that rotate.
     - `num_workers`: of the job.
     - `estimator`: as in `PartialBackprop`.
+    - `assignment`: as in `PartialBackprop`: `"spatial"` for disciplines that give every worker a depth of its own
+      (`jigsaw`, `spb`), `"temporal"` for those that give all workers one (`temporal-spb`). In a temporal assignment
+      full depth on all workers is a turn like the others, with gradients divided by the share of steps that compute
+      them. Each depth is a program of its own, so that no convolution is in a branch, where XLA has slow kernels on
+      CPUs.
 
-    Depths that no rotation of the linear ones covers are rounded up to full backpropagation. For steps whose gradients
-    are exchanged densely: what a step with `sync=` has seen of its tables is not carried from one of the two to the
-    other.
+    Depths that no turn covers are rounded up to full backpropagation. For steps whose gradients are exchanged densely:
+    what a step with `sync=` has seen of its tables is not carried from one of the two to the other.
     """
     full = decorate(None)
     every = (1.0,) * num_workers
     if num_workers == 1:
         return full, lambda depths: full, (every,)
-    partial = decorate(PartialBackprop(estimator=estimator, warmup_steps=0))
+    is_spatial = assignment == SPATIAL
+    execution = BRANCH if is_spatial else PROGRAM
+    partial = decorate(PartialBackprop(assignment=assignment, estimator=estimator, execution=execution, warmup_steps=0))
     turns = [
-        tuple(((worker + turn) % num_workers + 1) / num_workers for worker in range(num_workers))
+        tuple((((worker if is_spatial else 0) + turn) % num_workers + 1) / num_workers for worker in range(num_workers))
         for turn in range(num_workers)
     ]
 
@@ -226,4 +241,4 @@ def partial_steps(
                 return partial
         return full
 
-    return full, at_depths, (every, turns[0])
+    return full, at_depths, (every, turns[0]) if is_spatial else tuple(turns)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import types
-from typing import ClassVar
 
+import numpy as np
 import pytest
 
-from benchmarks.jigsaw.jobs import Lasting, LastingEngine
+from benchmarks.jigsaw.jobs import BegunOnce, ByAssignment
+from benchmarks.jigsaw.lasting import Beginning, Lasting, LastingEngine, LastingTask
 from benchmarks.jigsaw.real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _full_profile, _profile
-from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, TaskRecord, ThreadEngine, execute
-from splitjax.schedule.model.jobs import DEVICE, NETWORK
+from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, Place, TaskRecord, ThreadEngine, execute
+from splitjax.schedule.model.jobs import DEVICE, NETWORK, STORAGE
 from tests.schedule.toys import Toy
 
 
@@ -71,10 +71,23 @@ class Drawn:
         return DrawnTask(self.folder)
 
 
+@dataclasses.dataclass(frozen=True)
+class DrawnTraining:
+    warm_up: tuple[tuple[float, ...], ...] = ((1.0,),)
+    batch: types.SimpleNamespace = dataclasses.field(default_factory=lambda: types.SimpleNamespace(seed=0))
+    at_depths: types.SimpleNamespace = dataclasses.field(
+        default_factory=lambda: types.SimpleNamespace(is_temporal=False)
+    )
+
+
 class DrawnTask:
     def __init__(self, folder):
         self.file, self.total = folder / "checkpoint", 0
-        self.training = types.SimpleNamespace(batch=types.SimpleNamespace(seed=0))
+        self.training = DrawnTraining()
+
+    @property
+    def state(self):
+        return self.total, self.training.at_depths.is_temporal
 
     def restore(self):
         done, self.total = map(int, self.file.read_text().split()) if self.file.exists() else (0, 0)
@@ -98,7 +111,7 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
     for folder in folders.values():
         folder.mkdir()
     programs = {name: Lasting(Drawn(folder)) for name, folder in folders.items()}
-    engine = LastingEngine(ThreadEngine(), jobs, programs, folders, [0])
+    engine = LastingEngine(ThreadEngine(), jobs, programs, folders)
     for seed, order in ((0, jobs), (0, jobs[::-1]), (3, jobs)):
         engine.rewind(order, seed)
         found = execute(order, programs, Cluster(1, 1), "gang-fifo", engine)
@@ -112,44 +125,98 @@ def test_every_run_begins_anew_in_the_processes_of_the_first(tmp_path) -> None:
     engine.end()
 
 
-class Placed(DrawnTask):
-    """Notes on which cores each of its iterations ran."""
-
-    cores: ClassVar[list[set[int]]] = []
-
-    def step(self, order, computed):
-        self.cores.append(os.sched_getaffinity(0))
-        return super().step(order, computed)
-
-
-class PlacedProgram(Drawn):
-    def begin(self, place):
-        return Placed(self.folder)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
-def test_workers_that_are_folded_onto_one_device_go_to_its_core(tmp_path) -> None:
-    """JigSaw gives two jobs a device each where switches between them cost more than they gain."""
-    allowed = os.sched_getaffinity(0)
-    cores = sorted(allowed)[:2]
-    profile = JobProfile("toy", 0.001, (Depth(1.0, 0.002), Depth(0.5, 0.001)), switch_seconds=1.0)
-    jobs = [Job(name, 0.0, 2, 4, profile) for name in "ab"]
-    folders = {job.name: tmp_path / job.name for job in jobs}
+def test_a_run_goes_on_where_the_last_one_ended_and_is_judged_between(tmp_path) -> None:
+    """Jobs that are not in a run stay as they are; a run that goes on keeps no checkpoints."""
+    profile = JobProfile("toy", 0.001, (Depth(1.0, 0.002),))
+    of = lambda **numbers: [Job(name, 0.0, 1, number, profile) for name, number in numbers.items()]
+    folders = {name: tmp_path / name for name in "ab"}
     for folder in folders.values():
         folder.mkdir()
-    programs = {name: Lasting(PlacedProgram(folder)) for name, folder in folders.items()}
-    engine = LastingEngine(ThreadEngine(), jobs, programs, folders, cores)
-    try:
-        engine.rewind(jobs, 0)
-        found = execute(jobs, programs, Cluster(1, 2), "jigsaw-fifo", engine)
-    finally:
-        engine.end()
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), allowed)
-    devices = {(one.job, one.device) for one in found.tasks if one.resource == DEVICE}
-    assert len(devices) == 2, "each job is on one device"
-    assert {frozenset(each) for each in Placed.cores} <= {frozenset({core}) for core in cores}
-    assert len(Placed.cores) == 16
+    judge = lambda: lambda state: {"total": state[0], "temporal": state[1]}
+    programs = {name: Lasting(Drawn(folder), judge) for name, folder in folders.items()}
+    engine = LastingEngine(ThreadEngine(), of(a=1, b=1), programs, folders)
+
+    def go_on(jobs):
+        engine.go_on(jobs)
+        execute(jobs, programs, Cluster(1, 1), "gang-fifo", engine)
+        return {name: found["total"] for name, found in engine.held_out(jobs).items()}
+
+    engine.rewind(of(b=1, a=1), 1, is_temporal=True)
+    assert go_on(of(b=2, a=2)) == {"a": 203, "b": 203}
+    assert go_on(of(b=4)) == {"b": 410}
+    assert go_on(of(a=3, b=5)) == {"a": 306, "b": 515}
+    assert not any(any(folder.iterdir()) for folder in folders.values())
+    assert all(found["temporal"] for found in engine.held_out(of(a=1, b=1)).values())
+    engine.rewind(of(a=1, b=1), 0)
+    assert engine.held_out(of(a=1)) == {"a": {"total": 0, "temporal": False}}
+    engine.end()
+
+
+def test_processes_follow_their_job_to_other_devices(tmp_path) -> None:
+    """A policy may fold two workers onto one device; the next run may have each on its own again."""
+    pinned = []
+    job = Job("a", 0.0, 2, 1, JobProfile("toy", 0.001, (Depth(1.0, 0.002),)))
+    programs = {"a": Lasting(Drawn(tmp_path), pin=pinned.append)}
+    places = lambda *devices: tuple(Place("a", worker, 2, device, device) for worker, device in enumerate(devices))
+    engine = LastingEngine(ThreadEngine(), [job], programs, {"a": tmp_path}, cores=(5, 7))
+    for devices, then in (((0, 1), []), ((0, 0), [5]), ((0, 0), [5]), ((0, 1), [5, 7])):
+        engine.rewind([job], 0)
+        engine.start(0, programs["a"], places(*devices))
+        assert pinned == then
+    engine.end()
+    engine = LastingEngine(ThreadEngine(), [job], programs, {"a": tmp_path})
+    engine.rewind([job], 0)
+    with pytest.raises(RuntimeError, match="on other devices"):
+        engine.start(0, programs["a"], places(0, 0))
+    engine.end()
+
+
+def test_programs_are_warmed_up_once_for_each_assignment(tmp_path) -> None:
+    warmed = []
+
+    class Recorded(DrawnTask):
+        def restore(self):
+            warmed.append((self.training.at_depths.is_temporal, bool(self.training.warm_up)))
+            return super().restore()
+
+    task = LastingTask(Recorded(tmp_path), None)
+    task.restore()
+    for beginning in (Beginning(1), Beginning(0, True), Beginning(1, True), Beginning(2)):
+        task.stage(beginning.number, STORAGE)
+    assert warmed == [(False, True), (False, False), (True, True), (True, False), (False, False)]
+
+
+def test_how_a_run_begins_is_told_by_a_number_below_0() -> None:
+    every = [Beginning(seed, is_temporal) for seed in range(5) for is_temporal in (False, True)]
+    assert [Beginning.of(one.number) for one in every] == every
+    assert len({one.number for one in every}) == len(every) and max(one.number for one in every) < 0
+
+
+def test_a_state_to_begin_with_is_made_once_and_never_overwritten() -> None:
+    made = []
+
+    class Step:
+        mesh = "a mesh"
+
+        def init(self, init_fn, key, *, example):
+            made.append(key)
+            return {"w": init_fn(key)}
+
+        def __call__(self, state, batch):
+            state["w"] += batch
+            return state
+
+    step = BegunOnce(Step())
+    first = step(step.init(np.ones, 3, example=()), 1)
+    assert first["w"].tolist() == [2, 2, 2] and step.mesh == "a mesh"
+    assert step.init(np.ones, 3, example=())["w"].tolist() == [1, 1, 1] and made == [3]
+
+
+def test_full_depth_is_another_program_where_the_assignment_is_temporal() -> None:
+    chosen = ByAssignment(lambda depths: ("spatial", depths), lambda depths: ("temporal", depths))
+    assert chosen((1.0, 1.0)) == ("spatial", (1.0, 1.0))
+    chosen.is_temporal = True
+    assert chosen((1.0, 1.0)) == ("temporal", (1.0, 1.0))
 
 
 def test_a_task_is_switched_where_another_job_had_the_device_before():

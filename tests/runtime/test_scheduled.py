@@ -81,6 +81,8 @@ def test_input_is_read_in_its_stage_or_else_by_the_step(tmp_path) -> None:
     for number in (1, 2):
         metrics = task.step(StepOrder(number, (1.0,)), lambda: None)
     assert reads == [1, 2] and metrics["loss"] == pytest.approx(final_loss(2), rel=1e-5)
+    trained, _ = jax.jit(train_step)(jax.jit(train_step)(init(jax.random.key(0)), batch(1))[0], batch(2))
+    np.testing.assert_allclose(task.state["params"]["w"], trained["params"]["w"], rtol=1e-5)
     task.save(2)
     again = DecoratedJob(lambda place: training, tmp_path).begin(PLACE)
     assert again.restore() == 2
@@ -120,6 +122,20 @@ def test_depths_choose_the_turn_of_a_step_with_partial_backpropagation() -> None
     assert at_depths((1.0, 1.0, 0.25, 0.25)) is full
     alone, at_depths, warm_up = partial_steps(Recorded, 1)
     assert at_depths((0.5,)) is alone and warm_up == ((1.0,),)
+
+
+def test_depths_that_all_workers_share_choose_the_turn_of_a_temporal_assignment() -> None:
+    full, at_depths, warm_up = partial_steps(Recorded, 4, assignment="temporal")
+    assert full.backprop is None and warm_up == ((0.25,) * 4, (0.5,) * 4, (0.75,) * 4, (1.0,) * 4)
+    partial = at_depths((0.25,) * 4)
+    assert (
+        partial.backprop == splitjax.PartialBackprop(assignment="temporal", execution="program") and partial.turn == 0
+    )
+    # full depth is a turn, too: its gradients are divided by the share of steps that compute them
+    assert at_depths((1.0,) * 4) is partial and partial.turn == 3
+    assert at_depths((0.25, 0.25, 0.5, 0.25)) is partial and partial.turn == 1, "never shallower than asked"
+    alone, at_depths, _ = partial_steps(Recorded, 1, assignment="temporal")
+    assert at_depths((0.5,)) is alone
 
 
 WATCHED = """
