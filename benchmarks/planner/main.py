@@ -23,16 +23,19 @@ from typing import Any
 
 from benchmarks._common import RESULTS, table, virtual_devices, write_stored
 from benchmarks.machine import PACKAGES, header, this_machine
-from benchmarks.planner.cells import CPU, GPU, Cell, every_cell
+from benchmarks.planner.cells import CPU, Cell, every_cell
 
 GOALS = {"median": 0.05, "p90": 0.12, "worst": 0.20, "holds": 0.98, "above": 0.25}
 QUICK = ("mlp/megatron/64/cpu:8",)
 
 
 def compiled_total(compiled: dict[str, Any], target: str) -> int:
-    """The bytes that a compiler says a device needs."""
-    if target == GPU:
-        return compiled["peak"]
+    """The bytes that a compiler says a device needs: on GPUs and TPUs what is alive at the peak."""
+    return taken(compiled) if target == CPU else compiled["peak"]
+
+
+def taken(compiled: dict[str, Any]) -> int:
+    """The bytes that a compiled program takes, with the gaps that its compiler leaves between buffers."""
     return compiled["argument"] + compiled["temp"] + compiled["output"] - compiled["alias"]
 
 
@@ -49,6 +52,7 @@ def measure(cell: Cell, compiled: dict[str, Any]) -> dict[str, Any]:
         "total_bytes": compiled_total(compiled, cell.target), "argument_bytes": memory.argument_bytes,
         "estimate_bytes": memory.estimate_bytes, "bound_bytes": memory.bound_bytes,
         "sum_bytes": summed.peak_bytes, "seconds": round(time.perf_counter() - started, 3),
+        **({"taken_bytes": taken(compiled)} if cell.target.startswith("tpu") else {}),
     }  # fmt: skip
 
 
@@ -56,7 +60,9 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The figures that goals are about, over cells of one target."""
     errors = sorted(abs(cell["estimate_bytes"] / cell["total_bytes"] - 1) for cell in cells)
     before = sorted(abs(cell["sum_bytes"] / cell["total_bytes"] - 1) for cell in cells)
-    above = [cell["bound_bytes"] / cell["total_bytes"] - 1 for cell in cells]
+    bounded = [cell.get("taken_bytes", cell["total_bytes"]) for cell in cells]
+    above = [cell["bound_bytes"] / most - 1 for cell, most in zip(cells, bounded, strict=True)]
+    apart = sorted(abs(cell["estimate_bytes"] / most - 1) for cell, most in zip(cells, bounded, strict=True))
     arguments = [cell["argument_bytes"] / cell["compiled"]["argument"] - 1 for cell in cells]
     at = lambda values, share: values[min(len(values) - 1, int(share * len(values)))]
     return {
@@ -64,6 +70,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
         "arguments": max(map(abs, arguments)),
         "median": statistics.median(errors), "p90": at(errors, 0.9), "worst": errors[-1],
         "holds": sum(share >= 0 for share in above) / len(above), "above": statistics.median(above),
+        "taken_median": statistics.median(apart), "taken_worst": apart[-1],
         "sum_median": statistics.median(before), "sum_p90": at(before, 0.9), "sum_worst": before[-1],
     }  # fmt: skip
 
@@ -85,6 +92,7 @@ def lines_of(stored: dict[str, Any]) -> list[str]:
         stored["header"], "",
     ]  # fmt: skip
     rows = []
+    has_gaps = any("taken_bytes" in cell for cell in stored["cells"])
     for kind in ("held out", "fitted to"):
         cells = [cell for cell in stored["cells"] if cell["held_out"] == (kind == "held out")]
         if not cells:
@@ -98,21 +106,25 @@ def lines_of(stored: dict[str, Any]) -> list[str]:
             f"{figures['holds']:.1%} of {GOALS['holds']:.0%}{mark('holds')}",
             f"{figures['above']:.1%} of {GOALS['above']:.0%}{mark('above')}",
             f"{figures['sum_median']:.0%}, {figures['sum_worst']:.0%}",
+            *([f"{figures['taken_median']:.1%}", f"{figures['taken_worst']:.1%}"] if has_gaps else []),
         ])  # fmt: skip
     lines += table(
         ["cells", "number", "arguments off by, at most", "estimate: median error", "90th percentile", "worst",
-         "bound holds", "bound above, median", "a sum without lifetimes: median, worst"],
+         "bound holds", "bound above, median", "a sum without lifetimes: median, worst",
+         *(["estimate against what is taken: median error", "worst error"] if has_gaps else [])],
         rows,
     )  # fmt: skip
     lines += ["", *stored["notes"], "", "Goals that are not met are marked. Every cell, in MiB a device:", ""]
     mib = lambda count: f"{count / 2**20:.1f}"
     lines += table(
-        ["cell", "", "compiled", "estimate", "off by", "bound", "sum", "predicted in"],
+        ["cell", "", "compiled", "estimate", "off by", *(["taken"] if has_gaps else []), "bound", "sum",
+         "predicted in"],
         [
             [
                 cell["cell"], "held out" if cell["held_out"] else "", mib(cell["total_bytes"]),
                 mib(cell["estimate_bytes"]), f"{cell['estimate_bytes'] / cell['total_bytes'] - 1:+.1%}",
-                mib(cell["bound_bytes"]), mib(cell["sum_bytes"]), f"{cell['seconds']:.2f} s",
+                *([mib(cell["taken_bytes"])] if has_gaps else []), mib(cell["bound_bytes"]),
+                mib(cell["sum_bytes"]), f"{cell['seconds']:.2f} s",
             ]
             for cell in stored["cells"]
         ],
@@ -157,11 +169,25 @@ AHEAD: dict[str, dict[str, Any]] = {
     },
     "tpu": {
         "for": " for TPUs",
-        "truth": "the main memory (HBM) that their compiler assigns, ahead of time: arguments + temporaries + results"
-        " that are not written over arguments, without vector memory (VMEM)",
+        "truth": "what is alive in a chip's main memory (HBM) at the peak, as their compiler reports it ahead of time,"
+        " arguments included and without vector memory (VMEM)",
         "why": "",
         "packages": (*PACKAGES, "libtpu"),
-        "notes": [],
+        "notes": [
+            "A program *takes* more than is alive at its peak: arguments + temporaries + results that are not written"
+            " over arguments, where temporaries are one block with gaps between its buffers. The compiler leaves gaps"
+            " where the chip has room, and fewer where its memory is limited (the page on large models has programs"
+            " compiled both ways). The bound is one of what is taken: its factor of 1.83 times the temporaries of the"
+            " estimate is the least that holds for every cell that is not held out. A bound by the most of two orders"
+            " with nothing written in place needs 1.54, and is farther above in the median.",
+            "",
+            "What is assumed of the compiler was found in the modules of cells that are not held out: how their arrays"
+            " lie and are filled up to tiles, what products compute of what they read, what is stored in two bytes an"
+            " element, and in which order it runs. Twelve of the cells, among them six that are held out, had been"
+            " predicted before with what is known of other compilers (off by 54 % in the median of the others); of"
+            " those that are held out no module was looked at. Steps whose layers are not in a loop take their"
+            " compiler long (13 minutes for GPT-2), which is why not all cells are here.",
+        ],
     },
 }
 

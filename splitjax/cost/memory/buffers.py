@@ -6,15 +6,18 @@ what crosses devices does. What is known of the compiler is in a `Compiler`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from splitjax.cost.memory.compilers import Compiler
+from splitjax.cost.memory.hoisting import hoist_converts
 from splitjax.cost.memory.joining import Domain, Kernel, joined
 from splitjax.cost.memory.moves import add_moves
-from splitjax.cost.memory.program import Kind, Node, Program, Region
+from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
+from splitjax.cost.memory.rows import lay_out_rows
+from splitjax.cost.memory.schedule import Schedule, Step
+from splitjax.cost.memory.tiles import Lie, tiled_bytes
 
 # Operations that compilers compute once, however many loops read them.
 _COSTLY = frozenset(
@@ -36,54 +39,6 @@ _LIBRARY_LOOPS = frozenset("add add_any sub mul div max min neg exp log tanh sqr
 _SLICES = frozenset("slice dynamic_slice split gather".split())
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Step:
-    """Is something that runs: reads and writes numbers of buffers; `inside` for a loop or branch.
-
-    `shares`: whether its first write may take over a buffer of its size that is read for the last time. `combines`: of
-    what kind of all-reduce it is; empty for other steps. `read_bytes`: by buffer, what it reads of it, where that is
-    not all. `filled_bytes`: what it writes into an array that is there. `made`: the value that says what kind of kernel
-    it is; None for its first write. `gathers`: of what kind of all-gather or reduce-scatter it is; empty for others.
-    `takes`: of a loop, (what a value that it hands on begins with, what it ends with): the latter takes the former's
-    buffer where that is read for the last time."""
-
-    name: str
-    reads: list[int]
-    writes: list[int]
-    shares: bool = False
-    inside: tuple[Schedule, ...] = ()
-    combines: tuple[Any, ...] = ()
-    read_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
-    filled_bytes: int = 0
-    made: int | None = None
-    gathers: tuple[Any, ...] = ()
-    takes: tuple[tuple[int, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Is where a donated argument was that has been copied: free from the step that copies it until the result is
-    written that takes it over.
-
-    **Attributes:** `copy`, `result`: the buffers of both. `num_bytes`: of either.
-    """
-
-    copy: int
-    result: int
-    num_bytes: int
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Schedule:
-    """Holds the steps of a region in program order. `carry`: (buffer before, buffer after) of what a loop hands on;
-    `outputs`: buffers that live to its end; `places`: what donated arguments leave for others."""
-
-    steps: list[Step]
-    outputs: list[int]
-    carry: list[tuple[int, int]]
-    places: tuple[Place, ...] = ()
-
-
 class Storage:
     """Makes the schedule of a program. After `schedule`, `sizes` has the bytes of every buffer: a buffer is named after
     the value that is stored in it."""
@@ -98,9 +53,16 @@ class Storage:
         self._again: dict[int, dict[int, int]] = {}
         self._users: dict[int, list[Node]] = {}
         self.makers: dict[int, Node] = {}
+        self._in_rows: set[int] = set()
+        self._costly: dict[int, frozenset[str]] = {}  # by fused loop, what is costly in it
+        self._arguments: set[int] = {*program.body.inputs}
 
     def schedule(self) -> Schedule:
         add_moves(self.program, self.compiler)
+        if self.compiler.fills_tiles:
+            self._in_rows = lay_out_rows(self.program)
+        if self.compiler.fuses_operands:
+            hoist_converts(self.program)
         self._collect_users(self.program.body)
         for value in self.program.body.inputs:
             self._store(value)
@@ -126,17 +88,33 @@ class Storage:
                 self._users.setdefault(value, []).append(node)
 
     def _store(self, value: int) -> None:
-        self.sizes[value] = self.program.bytes_of(value)
+        if self.compiler.fills_tiles:
+            part, itemsize = self.program.part_of(value), self._itemsize(value)
+            lie = Lie.COMPACT if value in self._arguments else Lie.ROWS if value in self._in_rows else Lie.OPERAND
+            self.sizes[value] = tiled_bytes(part, itemsize, lie)
+        else:
+            self.sizes[value] = self.program.bytes_of(value)
+
+    def _itemsize(self, value: int) -> int:
+        """Returns the bytes in which an element is stored: two of four where products alone read it, which round it."""
+        itemsize, maker = self.program.itemsizes[value], self.makers.get(value)
+        if itemsize != 4 or maker is None:
+            return itemsize
+        if maker.kind is not Kind.LOOP and maker.name != "gather" and not _is_product(maker):
+            return itemsize
+        readers = self._fused_readers(value)
+        return 2 if readers and all(map(_is_product, readers)) else itemsize
 
     def _fused_readers(self, value: int) -> list[Node] | None:
         """Readers of a value through views; None where a result of a region reads it."""
         readers: list[Node] = []
         for user in self._users.get(value, ()):
             if user.kind is Kind.VIEW:
-                inner = self._fused_readers(user.outputs[0])
-                if inner is None:
-                    return None
-                readers += inner
+                for view in views_of(user, value):
+                    inner = self._fused_readers(view)
+                    if inner is None:
+                        return None
+                    readers += inner
             else:
                 readers.append(user)
         return readers if value in self._users else None
@@ -150,8 +128,16 @@ class Storage:
             return False
         if node.kind is Kind.MADE and not self.program.shapes[node.outputs[0]]:
             return True
-        if any(reader.kind not in (Kind.LOOP, Kind.PART, Kind.FILL) for reader in readers):
+        is_spread = node.kind is Kind.MADE or node.name == "broadcast_in_dim"
+        if not all(self._reads_fused(reader, node.outputs[0], is_spread) for reader in readers):
             return False
+        if self.compiler.fuses_operands and all(map(_is_product, readers)) and self._follows_product(node):
+            return False
+        if self.compiler.fuses_operands and len(readers) > 1:
+            costly = self._costly_in(node)
+            is_narrow = self.program.itemsizes[node.outputs[0]] < 4
+            if costly and (is_narrow or costly == {"div"}) and any(map(_is_product, readers)):
+                return False
         if node.name.startswith("reduce_") or node.name in ("sort", "concatenate"):
             return False
         if self.compiler.weighs_bytes:
@@ -163,6 +149,34 @@ class Storage:
         if node.name in _COSTLY and any(r.name == "broadcast_in_dim" for r in readers):
             return False
         return True
+
+    def _follows_product(self, node: Node) -> bool:
+        """Whether a loop is all that reads a product, which then computes it."""
+        for value in node.inputs:
+            maker = self.makers.get(self.root_of(value))
+            if maker is not None and _is_product(maker):
+                readers = self._fused_readers(maker.outputs[0])
+                if readers is not None and len(readers) == 1:
+                    return True
+        return False
+
+    def _costly_in(self, node: Node) -> frozenset[str]:
+        """Returns the names of costly operations that a loop computes, with those of the loops that it reads."""
+        inside = [self._costly.get(self.root_of(value), frozenset[str]()) for value in node.inputs]
+        return frozenset({node.name} & _COSTLY).union(*inside)
+
+    def _reads_fused(self, node: Node, value: int, is_spread: bool) -> bool:
+        """Whether a node computes itself what it reads, a `value` of a loop over elements; `is_spread`: one that only
+        spreads a smaller one, which is made anew in the bodies of loops."""
+        if not self.compiler.fuses_operands:
+            return node.kind in (Kind.LOOP, Kind.PART, Kind.FILL)
+        if node.name == "gather" and value == node.inputs[0]:
+            return False
+        if node.kind in (Kind.LOOP, Kind.PART, Kind.FILL):
+            return True
+        if node.kind is Kind.REGIONS:
+            return is_spread and value not in node.inputs[: node.num_carry]
+        return _is_product(node)
 
     def _is_library(self, node: Node) -> bool:
         """Whether a node is a sum or a maximum that a library computes. Of an element its bytes are known, and not its
@@ -219,13 +233,13 @@ class Storage:
                 self._store(value)
         outputs_of_views = set(region.outputs)
         for node in region.nodes:
-            for value in node.outputs:
-                if node.kind is Kind.VIEW:
-                    self._roots[value] = self._roots.get(node.inputs[0], node.inputs[0])
             if node.kind is Kind.VIEW:
+                for value in dict.fromkeys(node.inputs):
+                    self._roots |= dict.fromkeys(views_of(node, value), self.root_of(value))
                 continue
             if self._is_fused(node, outputs_of_views):
                 through = self._reads(node.inputs, by_loop=True)
+                self._costly |= dict.fromkeys(node.outputs, self._costly_in(node))
                 for value in node.outputs:
                     most = self.program.bytes_of(value) if node.kind is Kind.PART or node.name in _SLICES else 2**62
                     self._through[value] = {stored: min(size, most) for stored, size in through.items()}
@@ -314,6 +328,10 @@ class Storage:
 
     def _elements(self, value: int) -> int:
         return self.program.bytes_of(value) // self.program.itemsizes[value]
+
+
+def _is_product(node: Node) -> bool:
+    return node.name in ("dot_general", "conv_general_dilated")
 
 
 def _gathers(node: Node) -> tuple[Any, ...]:

@@ -23,6 +23,12 @@ class Compiler:
     - `sends_apart`: all-reduces that became one are still sent array by array.
     - `swaps_filters`: in a convolution of an image with fewer places than the filter has, the two change roles, for
       which there is no library.
+    - `fills_tiles`: arrays are filled up to whole tiles, as `cost.memory.tiles` says, and tables that are looked up lie
+      in rows, as `cost.memory.rows` does.
+    - `fuses_operands`: a product computes the loops over elements that it reads, but for a gather; what products alone
+      read is stored in two bytes an element, to which they round it; what loops convert of stacked arrays is converted
+      in front of them.
+    - `frees_before_loops`: what frees memory runs before the next loop.
     - `reduces_by_library`: sums and maxima of many float32 elements are kernels of a library, which reads stored arrays
       but for the arithmetic that it does itself.
     """
@@ -39,6 +45,9 @@ class Compiler:
     reduces_by_library: bool = False
     sends_apart: bool = False
     swaps_filters: bool = False
+    fills_tiles: bool = False
+    fuses_operands: bool = False
+    frees_before_loops: bool = False
 
 
 # What is fused and ordered on a CPU shows in the modules of the cells that `python -m benchmarks planner` does not hold
@@ -55,7 +64,20 @@ CPU = Compiler(
     sends_apart=True,
     swaps_filters=True,
 )
-TPU = Compiler(transposes_operands=False, combines_bytes=2**62, reduces_apart=False)
+# That of TPUs shows in the modules that libtpu compiled for the cells of `python -m benchmarks planner` that are not
+# held out, with their layouts (`f32[2772200,64]{0,1:T(8,128)}`): how arrays lie and are filled up, that all-reduces of
+# 64 MiB stay apart and write another array, what fusions named after a product compute and in which type their operands
+# are stored, converted stacks in front of loops, and in which order all of it runs. `tests/cost/memory/test_on_tpus.py`
+# has small ones.
+TPU = Compiler(
+    transposes_operands=False,
+    combines_bytes=2**26,
+    reduces_apart=True,
+    weighs_bytes=True,
+    frees_before_loops=True,
+    fills_tiles=True,
+    fuses_operands=True,
+)
 # A GPU's products read operands in any order of dims, and XLA joins collectives up to 30 MB there
 # (`xla_gpu_all_reduce_combine_threshold_bytes` and its like). The rest shows in modules that it compiles for an H200
 # ahead of time, small ones of which are in `tests/cost/memory`: what is fused in `test_joining.py`, gathers that become

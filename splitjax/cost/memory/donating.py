@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitjax.cost.memory.buffers import Place, Schedule, Step
 from splitjax.cost.memory.orders import waits
 from splitjax.cost.memory.program import Kind, Node, Program
+from splitjax.cost.memory.schedule import Place, Schedule, Step
 
 
 def copy_donated(

@@ -8,9 +8,9 @@ further readers, and the list scheduler, which takes next what frees most.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from splitjax.cost.memory.buffers import Step
+from splitjax.cost.memory.schedule import Step
 
 
 def post_order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
@@ -153,3 +153,42 @@ def made_late(steps: Sequence[Step], order: Sequence[int]) -> list[int]:
                 late.append(writer[b])
         late.append(i)
     return [*late, *(i for i in order if i in waiting)]
+
+
+def frees_before_loops(
+    steps: Sequence[Step], order: Sequence[int], sizes: Mapping[int, int], outputs: Sequence[int], free: Collection[int]
+) -> list[int]:
+    """Returns an `order` in which what frees at least as much as it writes runs before the next loop or branch, as soon
+    as it can.
+
+    **Arguments:** `free`: buffers that are counted elsewhere, such as arguments. The others are those of `greedy`."""
+    writer = {b: i for i, step in enumerate(steps) for b in step.writes}
+    reads = [dict.fromkeys(step.reads) for step in steps]
+    left = dict.fromkeys(outputs, 1)
+    for each in reads:
+        for b in each:
+            left[b] = left.get(b, 0) + 1
+    done, settled = [False] * len(steps), list[int]()
+
+    def run(i: int) -> None:
+        done[i] = True
+        settled.append(i)
+        for b in reads[i]:
+            left[b] -= 1
+
+    def is_due(i: int) -> bool:
+        if done[i] or steps[i].inside or not all(done[writer[b]] for b in reads[i] if b in writer):
+            return False
+        freed = sum(sizes[b] for b in reads[i] if left[b] == 1 and b in writer and b not in free)
+        return freed > 0 and freed >= sum(sizes[b] for b in steps[i].writes if b not in free)
+
+    for place, i in enumerate(order):
+        if done[i]:
+            continue
+        while steps[i].inside:
+            due = next((k for k in order[place + 1 :] if is_due(k)), None)
+            if due is None:
+                break
+            run(due)
+        run(i)
+    return settled

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from splitjax.cost.memory.buffers import Schedule
 from splitjax.cost.memory.program import Kind, Node, Program
+from splitjax.cost.memory.schedule import Schedule
 
 _TILE = 128  # elements of a tile of a result, along both dims
 _CORES = 132  # of an H100 and of an H200

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,14 @@ class Node:
         return any(_RARE.search(name) for name in _compat.name_stacks(self.origin))
 
 
+def views_of(node: Node, value: int) -> list[int]:
+    """Returns the results of a view that look at a `value`: each at its own operand where there are as many, else all
+    at the first."""
+    if len(node.inputs) == len(node.outputs):
+        return [view for read, view in zip(node.inputs, node.outputs, strict=True) if read == value]
+    return node.outputs if value == node.inputs[0] else []
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Region:
     """Holds nodes in program order.
@@ -137,9 +146,13 @@ class Program:
         mesh_axes = [each for axis in axes for each in (self.others[axis].crosses if axis in self.others else (axis,))]
         return tuple(dict.fromkeys(mesh_axes))
 
+    def part_of(self, value: int) -> tuple[int, ...]:
+        """Returns the shape of what a device has of a value."""
+        return tuple(
+            -(-size // self.num_parts(axes)) if axes else size
+            for size, axes in zip(self.shapes[value], self.splits[value], strict=True)
+        )
+
     def bytes_of(self, value: int) -> int:
         """Returns the bytes that a device has of a value."""
-        count = self.itemsizes[value]
-        for size, axes in zip(self.shapes[value], self.splits[value], strict=True):
-            count *= -(-size // self.num_parts(axes)) if axes else size
-        return count
+        return self.itemsizes[value] * math.prod(self.part_of(value))

@@ -12,9 +12,9 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import Schedule, Step
 from splitjax.cost.memory.donating import in_places
-from splitjax.cost.memory.orders import depth_first, greedy, made_late, post_order, waits
+from splitjax.cost.memory.orders import depth_first, frees_before_loops, greedy, made_late, post_order, waits
+from splitjax.cost.memory.schedule import Schedule, Step
 
 Kind = tuple[Any, ...]  # what all-reduces are put together by
 
@@ -56,8 +56,8 @@ def combine(
             writes = [b for step in together for b in step.writes]
             name = "all_reduces" if together[0].combines else together[0].name
             one = Step(
-                name, reads, writes, together[0].shares, combines=together[0].combines, gathers=together[0].gathers
-            )
+                name, reads, writes, together[0].shares, combines=together[0].combines, gathers=together[0].gathers,
+            )  # fmt: skip
             steps = [step for i, step in enumerate(steps) if i not in set(members)] + [one]
             steps = [steps[i] for i in post_order(steps, schedule.outputs)]
             needs = waits(steps, bits)
@@ -88,12 +88,15 @@ class Order(enum.Enum):
     - `DEPTH_FIRST`: that of XLA's depth-first scheduler.
     - `LEAST`: of the orders of XLA's three schedulers, what needs no input as late as can be, the one that needs least:
       what a compiler takes that is not told which (`DefaultMemoryScheduler`).
+    - `BEFORE_LOOPS`: plain post-order, with what needs no input as late as can be, and what frees memory before the
+      next loop (`orders.frees_before_loops`).
     - `MOST`: of the same three orders, the one that needs most.
     - `CAREFUL`: the worse of depth-first and program order, with nothing written in place.
     """
 
     DEPTH_FIRST = "depth first"
     LEAST = "least"
+    BEFORE_LOOPS = "before loops"
     MOST = "most"
     CAREFUL = "careful"
 
@@ -114,7 +117,9 @@ def _settled(schedule: Schedule, sizes: Mapping[int, int], free: set[int], order
     if order in (Order.LEAST, Order.MOST):
         orders.append(post_order(steps, outputs))
         orders.append(greedy(steps, sizes, outputs, free, [peak.num_bytes for peak in inner]))
-    if order is Order.LEAST:
+    if order is Order.BEFORE_LOOPS:
+        orders = [frees_before_loops(steps, post_order(steps, outputs), sizes, outputs, free)]
+    if order in (Order.LEAST, Order.BEFORE_LOOPS):
         orders = [made_late(steps, each) for each in orders]
     if order is Order.CAREFUL:
         orders.append(range(len(steps)))

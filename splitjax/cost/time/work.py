@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitjax.cost.memory.buffers import Schedule, Step, Storage
+from splitjax.cost.memory.buffers import Storage
 from splitjax.cost.memory.compilers import Compiler, compiler_of
 from splitjax.cost.memory.layers import Layers
 from splitjax.cost.memory.lifetimes import PlacedProgram
 from splitjax.cost.memory.program import Axes, Kind, Node, Program, Region
 from splitjax.cost.memory.reading import read
+from splitjax.cost.memory.schedule import Schedule, Step
 from splitjax.cost.memory.spreading import nodes_of, spread
 from splitjax.cost.memory.timeline import combine
 from splitjax.cost.ring import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes

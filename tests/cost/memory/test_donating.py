@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from splitjax.cost.memory.buffers import Place, Schedule, Step
 from splitjax.cost.memory.compilers import GPU, TPU
 from splitjax.cost.memory.donating import in_places
 from splitjax.cost.memory.lifetimes import PlacedProgram, predict_program_memory, predict_timeline
+from splitjax.cost.memory.schedule import Place, Schedule, Step
 from splitjax.cost.memory.timeline import peak_of
 
 MEMORY_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from splitjax.cost.memory.buffers import Schedule, Step
 from splitjax.cost.memory.orders import depth_first, greedy, made_late, post_order
+from splitjax.cost.memory.schedule import Schedule, Step
 from splitjax.cost.memory.timeline import Order, combined, peak_of
 from tests.cost.memory.on_a_gpu import compiled
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
-from splitjax.cost.memory.buffers import Schedule, Step
 from splitjax.cost.memory.orders import depth_first
+from splitjax.cost.memory.schedule import Schedule, Step
 from splitjax.cost.memory.timeline import Order, combine, peak_of, spans_of
 
 NO_LIMIT = 2**60
