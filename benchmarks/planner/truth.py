@@ -1,6 +1,7 @@
 """Compiles cells and keeps what their compilers say of memory: `python -m benchmarks.planner.truth FILE [CELL ...]`.
 
-CELL: a cell's name, or the beginning of targets, such as `tpu` (all cells that are compiled for TPUs).
+CELL: a cell's name, or the beginning of targets, such as `tpu` (all cells that are compiled for TPUs), or NAME@MIB, a
+cell for TPUs whose compiler may use no more than so many MiB of a chip's memory.
 Cells that the file has are not compiled again. On the CPU the memory-optimised scheduler is asked for, as a user would
 who is short of memory; LLVM's optimisations, which come behind buffer assignment, are off."""
 
@@ -18,16 +19,25 @@ from benchmarks.planner.cells import CPU, Cell, every_cell
 MEMORY_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
-def compiled_memory(cell: Cell) -> dict[str, float | str]:
-    """What the compiler of a cell's target says, in bytes a device, and the seconds that it took; or the error."""
+def compiled_memory(cell: Cell, limit_mib: int | None = None) -> dict[str, float | str]:
+    """What the compiler of a cell's target says, in bytes a device, and the seconds that it took.
+
+    **Arguments:** `limit_mib`: what a TPU's compiler may use; None for what the chip has."""
     from benchmarks.planner.steps import made
 
     step, arguments = made(cell)
     started = time.perf_counter()
-    compiled = step.lower(*arguments).compile(compiler_options=MEMORY_SCHEDULER if cell.target == CPU else None)
+    options = {} if limit_mib is None else {"xla_tpu_max_hbm_size_mib": limit_mib}
+    compiled = step.lower(*arguments).compile(compiler_options=MEMORY_SCHEDULER if cell.target == CPU else options)
     sizes = compiled.memory_analysis()
     found = {name: getattr(sizes, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     return {**found, "peak": sizes.peak_memory_in_bytes, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def _asked(name: str) -> tuple[Cell, int | None]:
+    """The cell that a name asks for, and the limit."""
+    cell, _, limit = name.partition("@")
+    return Cell.parse(cell), int(limit) if limit else None
 
 
 def main(file: str, names: list[str]) -> int:
@@ -38,18 +48,19 @@ def main(file: str, names: list[str]) -> int:
 
     path = pathlib.Path(file)
     known = json.loads(path.read_text()) if path.exists() else {}
-    cells = [Cell.parse(name) for name in names if "/" in name]
+    cells = [_asked(name) for name in names if "/" in name]
     targets = tuple(name for name in names if "/" not in name) if names else ("",)
-    cells += [cell for cell in every_cell() if cell.target.startswith(targets)]
-    for cell in cells:
-        if cell.name in known:
+    cells += [(cell, None) for cell in every_cell() if cell.target.startswith(targets)]
+    for cell, limit in cells:
+        name = cell.name if limit is None else f"{cell.name}@{limit}"
+        if name in known:
             continue
         try:
-            known[cell.name] = compiled_memory(cell)
+            known[name] = compiled_memory(cell, limit)
         except Exception as error:
-            known[cell.name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            known[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
         path.write_text(json.dumps(known, indent=1) + "\n")
-        print(cell.name, known[cell.name], flush=True)
+        print(name, known[name], flush=True)
         jax.clear_caches()
     return 0
 

@@ -10,6 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from splitjax.cost.memory.compilers import Compiler
 from splitjax.cost.memory.hoisting import hoist_converts
 from splitjax.cost.memory.joining import Domain, Kernel, joined
@@ -53,14 +56,13 @@ class Storage:
         self._again: dict[int, dict[int, int]] = {}
         self._users: dict[int, list[Node]] = {}
         self.makers: dict[int, Node] = {}
-        self._in_rows: set[int] = set()
+        self._lies: dict[int, Lie] = {}  # of values that lie otherwise than products want them
         self._costly: dict[int, frozenset[str]] = {}  # by fused loop, what is costly in it
-        self._arguments: set[int] = {*program.body.inputs}
 
     def schedule(self) -> Schedule:
         add_moves(self.program, self.compiler)
         if self.compiler.fills_tiles:
-            self._in_rows = lay_out_rows(self.program)
+            self._lies = lay_out_rows(self.program)
         if self.compiler.fuses_operands:
             hoist_converts(self.program)
         self._collect_users(self.program.body)
@@ -90,8 +92,7 @@ class Storage:
     def _store(self, value: int) -> None:
         if self.compiler.fills_tiles:
             part, itemsize = self.program.part_of(value), self._itemsize(value)
-            lie = Lie.COMPACT if value in self._arguments else Lie.ROWS if value in self._in_rows else Lie.OPERAND
-            self.sizes[value] = tiled_bytes(part, itemsize, lie)
+            self.sizes[value] = tiled_bytes(part, itemsize, self._lies.get(value, Lie.OPERAND))
         else:
             self.sizes[value] = self.program.bytes_of(value)
 
@@ -103,7 +104,7 @@ class Storage:
         if maker.kind is not Kind.LOOP and maker.name != "gather" and not _is_product(maker):
             return itemsize
         readers = self._fused_readers(value)
-        return 2 if readers and all(map(_is_product, readers)) else itemsize
+        return 2 if readers and all(map(_rounds, readers)) else itemsize
 
     def _fused_readers(self, value: int) -> list[Node] | None:
         """Readers of a value through views; None where a result of a region reads it."""
@@ -332,6 +333,17 @@ class Storage:
 
 def _is_product(node: Node) -> bool:
     return node.name in ("dot_general", "conv_general_dilated")
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a node is a product whose operands of four bytes are rounded to two: of floating-point numbers, and of no
+    higher precision than the default."""
+    if not _is_product(node):
+        return False
+    precision, kind = node.params["precision"], node.params["preferred_element_type"]
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    is_default = all(each is None or each == lax.Precision.DEFAULT for each in asked)
+    return is_default and (kind is None or bool(jnp.issubdtype(kind, jnp.floating)))
 
 
 def _gathers(node: Node) -> tuple[Any, ...]:

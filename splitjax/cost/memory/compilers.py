@@ -28,7 +28,7 @@ class Compiler:
     - `fuses_operands`: a product computes the loops over elements that it reads, but for a gather; what products alone
       read is stored in two bytes an element, to which they round it; what loops convert of stacked arrays is converted
       in front of them.
-    - `frees_before_loops`: what frees memory runs before the next loop.
+    - `frees_soon`: what frees memory does not wait long, and not behind a loop.
     - `reduces_by_library`: sums and maxima of many float32 elements are kernels of a library, which reads stored arrays
       but for the arithmetic that it does itself.
     """
@@ -47,7 +47,7 @@ class Compiler:
     swaps_filters: bool = False
     fills_tiles: bool = False
     fuses_operands: bool = False
-    frees_before_loops: bool = False
+    frees_soon: bool = False
 
 
 # What is fused and ordered on a CPU shows in the modules of the cells that `python -m benchmarks planner` does not hold
@@ -74,7 +74,7 @@ TPU = Compiler(
     combines_bytes=2**26,
     reduces_apart=True,
     weighs_bytes=True,
-    frees_before_loops=True,
+    frees_soon=True,
     fills_tiles=True,
     fuses_operands=True,
 )

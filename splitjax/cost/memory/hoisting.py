@@ -3,6 +3,8 @@ in front of the loop, and loops that read the same stack share it (`WhileLoopInv
 
 from __future__ import annotations
 
+from typing import Any
+
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 
 
@@ -13,40 +15,44 @@ def hoist_converts(program: Program) -> None:
 
 def _hoist(program: Program, region: Region) -> None:
     nodes: list[Node] = []
-    narrow: dict[tuple[int, int], int] = {}  # by stack and bytes of an element, the converted stack
+    narrow: dict[tuple[int, Any], int] = {}  # by stack and type, the converted stack
     for node in region.nodes:
         for inner in node.regions:
             _hoist(program, inner)
-        if node.kind is Kind.REGIONS and node.num_carry:
-            nodes += _hoisted(program, node.regions[0], narrow)
+        if node.name == "scan":
+            nodes += _hoisted(program, node, narrow)
         nodes.append(node)
     region.nodes[:] = nodes
 
 
-def _hoisted(program: Program, body: Region, narrow: dict[tuple[int, int], int]) -> list[Node]:
-    """Returns the conversions of stacks that a loop's `body` needs, and makes it read their results."""
+def _hoisted(program: Program, loop: Node, narrow: dict[tuple[int, Any], int]) -> list[Node]:
+    """Returns the conversions of stacks that a `loop` needs, and makes it read their results."""
     made: list[Node] = []
-    inside = {value for node in body.nodes for value in node.outputs}
+    (body,) = loop.regions
     readers: dict[int, list[Node]] = {}
     for node in body.nodes:
         for value in node.inputs:
             readers.setdefault(value, []).append(node)
+    inside = {value for node in body.nodes for value in node.outputs}
+    kept = set(body.outputs)
     for node in body.nodes:
         if node.name != "slice_of_scan" or node.inputs[0] in inside:
             continue
         (stack,), (part,) = node.inputs, node.outputs
         views, using = _through_views(part, readers)
-        sizes = {program.itemsizes[user.outputs[0]] for user in using}
-        if not using or any(user.name != "convert_element_type" for user in using) or len(sizes) > 1:
+        types = {user.params["new_dtype"] for user in using if user.name == "convert_element_type"}
+        if len(types) != 1 or any(user.name != "convert_element_type" for user in using) or kept & set(views):
             continue
-        (itemsize,) = sizes
+        itemsize = program.itemsizes[using[0].outputs[0]]
         if itemsize >= program.itemsizes[stack]:
             continue
-        key = stack, itemsize
+        key = stack, *types
         if key not in narrow:
             narrow[key] = program.new(program.shapes[stack], itemsize, program.splits[stack])
             made.append(Node("convert", Kind.KERNEL, [stack], [narrow[key]]))
         node.inputs[0] = narrow[key]
+        if len(readers[stack]) == 1:  # the loop needs the wide stack no more
+            loop.inputs[:] = [narrow[key] if value == stack else value for value in loop.inputs]
         for view in views:
             program.itemsizes[view] = itemsize
     return made

@@ -155,40 +155,57 @@ def made_late(steps: Sequence[Step], order: Sequence[int]) -> list[int]:
     return [*late, *(i for i in order if i in waiting)]
 
 
-def frees_before_loops(
-    steps: Sequence[Step], order: Sequence[int], sizes: Mapping[int, int], outputs: Sequence[int], free: Collection[int]
+def frees_soon(
+    steps: Sequence[Step],
+    order: Sequence[int],
+    sizes: Mapping[int, int],
+    outputs: Sequence[int],
+    free: Collection[int],
+    patience: int,
 ) -> list[int]:
-    """Returns an `order` in which what frees at least as much as it writes runs before the next loop or branch, as soon
-    as it can.
+    """Returns an `order` in which what frees at least as much as it writes runs when it could have for `patience`
+    steps, and before the next loop or branch.
 
     **Arguments:** `free`: buffers that are counted elsewhere, such as arguments. The others are those of `greedy`."""
     writer = {b: i for i, step in enumerate(steps) for b in step.writes}
     reads = [dict.fromkeys(step.reads) for step in steps]
-    left = dict.fromkeys(outputs, 1)
-    for each in reads:
+    readers: dict[int, list[int]] = {}
+    for i, each in enumerate(reads):
         for b in each:
-            left[b] = left.get(b, 0) + 1
+            readers.setdefault(b, []).append(i)
+    left = {b: len(numbers) for b, numbers in readers.items()}
+    for b in outputs:
+        left[b] = left.get(b, 0) + 1
+    waiting = [len({writer[b] for b in each if b in writer} - {i}) for i, each in enumerate(reads)]
     done, settled = [False] * len(steps), list[int]()
+    due: dict[int, int] = {}  # by step that frees memory and can run, since when, in the order in which they became so
 
-    def run(i: int) -> None:
-        done[i] = True
-        settled.append(i)
-        for b in reads[i]:
-            left[b] -= 1
-
-    def is_due(i: int) -> bool:
-        if done[i] or steps[i].inside or not all(done[writer[b]] for b in reads[i] if b in writer):
-            return False
+    def frees(i: int) -> bool:
         freed = sum(sizes[b] for b in reads[i] if left[b] == 1 and b in writer and b not in free)
         return freed > 0 and freed >= sum(sizes[b] for b in steps[i].writes if b not in free)
 
-    for place, i in enumerate(order):
-        if done[i]:
-            continue
-        while steps[i].inside:
-            due = next((k for k in order[place + 1 :] if is_due(k)), None)
-            if due is None:
+    def run(i: int) -> None:
+        done[i] = True
+        due.pop(i, None)
+        settled.append(i)
+        near: list[int] = []
+        for b in reads[i]:
+            left[b] -= 1
+            if left[b] == 1:
+                near += readers[b]
+        for k in {k for b in steps[i].writes for k in readers.get(b, ())} - {i}:
+            waiting[k] -= 1
+            near.append(k)
+        for k in near:
+            if not done[k] and not waiting[k] and k not in due and not steps[k].inside and frees(k):
+                due[k] = len(settled)
+
+    for i in order:
+        while due and not done[i]:
+            first = next(iter(due))
+            if not steps[i].inside and len(settled) - due[first] < patience:
                 break
-            run(due)
-        run(i)
+            run(first)
+        if not done[i]:
+            run(i)
     return settled

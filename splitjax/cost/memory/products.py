@@ -22,6 +22,8 @@ _LEAST = 4  # fewer parts are not worth it, unless more are wanted than there ar
 def num_parts(rows: int, columns: int, summed: int) -> int:
     """Returns the parts into which a product of `rows` x `summed` and `summed` x `columns` elements is split."""
     tiles = -(-rows // _TILE) * -(-columns // _TILE)
+    if not tiles:
+        return 1
     wanted = 1 << max(int(math.log2(max(summed / (2 * tiles), 1)) / 2), 0)
     if wanted < _LEAST or tiles >= _CORES:
         return 1

@@ -90,6 +90,11 @@ def split_of(spec: Sequence[Any], rank: int) -> Split:
     return (*entries, *((),) * (rank - len(entries)))
 
 
+def _is_zero(value: Any) -> bool:
+    """Whether a literal is the number zero; one of a type without numbers, such as float0, is not."""
+    return np.ndim(value) == 0 and np.result_type(value).kind in "biufc" and bool(value == 0)
+
+
 @dataclasses.dataclass
 class _Reader:
     program: Program
@@ -101,9 +106,7 @@ class _Reader:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the `shard_map` in which it reads
 
     def is_zero(self, atom: Any, value: int) -> bool:
-        return (
-            value in self.zeros or isinstance(atom, _compat.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 0)
-        )
+        return value in self.zeros or isinstance(atom, _compat.Literal) and _is_zero(atom.val)
 
     def fresh(self, aval: Any) -> int:
         shape = tuple(int(size) for size in getattr(aval, "shape", ()))
@@ -151,7 +154,7 @@ class _Reader:
 
     def literal(self, atom: Any) -> int:
         value = self.constant(atom.aval)
-        if np.ndim(atom.val) == 0 and bool(atom.val == 0):
+        if _is_zero(atom.val):
             self.program.zeros.add(value)
         return value
 

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-_LANES, _SUBLANES = 128, 8
+LANES, _SUBLANES = 128, 8
 _FLAT = 1024  # elements of the largest tile of an array of one dim
 
 
@@ -25,11 +25,13 @@ class Lie(enum.Enum):
     - `ROWS`: the last along the lanes, the one before along the sublanes.
     - `OPERAND`: the last along the one, the first or the one before along the other: what products and convolutions
       read and write, with their batch as the first dim and their features as the last.
+    - `PLACES`: any but the last.
     """
 
     COMPACT = "compact"
     ROWS = "rows"
     OPERAND = "operand"
+    PLACES = "places"
 
     def pairs(self, rank: int) -> Iterable[tuple[int, int]]:
         """Returns the pairs of dims, (along the lanes, along the sublanes), of an array of `rank` dims, at least 2."""
@@ -38,6 +40,8 @@ class Lie(enum.Enum):
             return [(last, before)]
         if self is Lie.COMPACT:
             return itertools.permutations(range(rank), 2)
+        if self is Lie.PLACES and rank > 2:
+            return itertools.permutations(range(last), 2)
         pairs = [(last, before), (last, 0), (0, last)]
         return pairs if rank > 3 else [*pairs, (before, last)]
 
@@ -46,11 +50,12 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, lie: Lie = Lie.COMPACT) -> 
     """Returns the bytes of an array of a `shape` with elements of `itemsize` bytes, of which the compiler chooses how
     it lies as `lie` lets it, so that least is filled up."""
     if lie is not Lie.COMPACT:
-        shape = [size for size in shape if size > 1]
+        shape = [size for size in shape if size != 1]
+    packed = max(1, 4 // max(itemsize, 1))
     if len(shape) < 2:
         size = math.prod(shape)
-        return itemsize * _filled(size, min(_FLAT, max(_LANES, _power(size))))
-    return itemsize * min(_elements(shape, lanes, rows) for lanes, rows in lie.pairs(len(shape)))
+        return itemsize * _filled(size, min(_FLAT, max(packed * LANES, _power(size))))
+    return itemsize * min(_elements(shape, lanes, rows, packed) for lanes, rows in lie.pairs(len(shape)))
 
 
 def is_cut_at_tiles(shape: Sequence[int], dim: int) -> bool:
@@ -59,10 +64,11 @@ def is_cut_at_tiles(shape: Sequence[int], dim: int) -> bool:
     return len(shape) < 2 or dim < len(shape) - 2 or shape[dim] % _SUBLANES == 0
 
 
-def _elements(shape: Sequence[int], lanes: int, rows: int) -> int:
-    """Returns the elements of an array with these dims along lanes and sublanes, filled up."""
+def _elements(shape: Sequence[int], lanes: int, rows: int, packed: int) -> int:
+    """Returns the elements of an array with these dims along lanes and sublanes, filled up; four bytes hold `packed` of
+    them."""
     rest = math.prod(size for dim, size in enumerate(shape) if dim not in (lanes, rows))
-    return rest * _filled(shape[lanes], _LANES) * _filled(shape[rows], min(_SUBLANES, _power(shape[rows])))
+    return rest * _filled(shape[lanes], LANES) * _filled(shape[rows], max(packed, min(_SUBLANES, _power(shape[rows]))))
 
 
 def _filled(size: int, tile: int) -> int:

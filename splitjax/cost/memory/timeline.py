@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from splitjax.cost.memory.donating import in_places
-from splitjax.cost.memory.orders import depth_first, frees_before_loops, greedy, made_late, post_order, waits
+from splitjax.cost.memory.orders import depth_first, frees_soon, greedy, made_late, post_order, waits
 from splitjax.cost.memory.schedule import Schedule, Step
+
+# For how many steps what frees memory waits on a TPU: of 0, 4, 12, 40 and without end the one that is nearest to the
+# cells that are not held out. Its compiler hides latencies by moving steps apart, within such bounds.
+_PATIENCE = 40
 
 Kind = tuple[Any, ...]  # what all-reduces are put together by
 
@@ -88,15 +92,15 @@ class Order(enum.Enum):
     - `DEPTH_FIRST`: that of XLA's depth-first scheduler.
     - `LEAST`: of the orders of XLA's three schedulers, what needs no input as late as can be, the one that needs least:
       what a compiler takes that is not told which (`DefaultMemoryScheduler`).
-    - `BEFORE_LOOPS`: plain post-order, with what needs no input as late as can be, and what frees memory before the
-      next loop (`orders.frees_before_loops`).
+    - `SOON`: plain post-order, with what needs no input as late as can be, and what frees memory soon
+      (`orders.frees_soon`).
     - `MOST`: of the same three orders, the one that needs most.
     - `CAREFUL`: the worse of depth-first and program order, with nothing written in place.
     """
 
     DEPTH_FIRST = "depth first"
     LEAST = "least"
-    BEFORE_LOOPS = "before loops"
+    SOON = "soon"
     MOST = "most"
     CAREFUL = "careful"
 
@@ -117,9 +121,9 @@ def _settled(schedule: Schedule, sizes: Mapping[int, int], free: set[int], order
     if order in (Order.LEAST, Order.MOST):
         orders.append(post_order(steps, outputs))
         orders.append(greedy(steps, sizes, outputs, free, [peak.num_bytes for peak in inner]))
-    if order is Order.BEFORE_LOOPS:
-        orders = [frees_before_loops(steps, post_order(steps, outputs), sizes, outputs, free)]
-    if order in (Order.LEAST, Order.BEFORE_LOOPS):
+    if order is Order.SOON:
+        orders = [frees_soon(steps, post_order(steps, outputs), sizes, outputs, free, _PATIENCE)]
+    if order in (Order.LEAST, Order.SOON):
         orders = [made_late(steps, each) for each in orders]
     if order is Order.CAREFUL:
         orders.append(range(len(steps)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import splitjax
-from splitjax.cost.memory.orders import frees_before_loops
+from splitjax.cost.memory.orders import frees_soon
 from splitjax.cost.memory.program import Kind, Node, views_of
 from splitjax.cost.memory.schedule import Schedule, Step
 from tests.cost.memory.on_a_gpu import temporaries
@@ -40,6 +40,37 @@ def test_products_compute_what_they_read_and_round_it():
     assert temporaries(both, *arguments, platform="tpu") >= 4 * hidden
 
 
+@pytest.mark.parametrize("case", ["precise", "whole numbers"])
+def test_other_products_round_nothing(case):
+    """libtpu keeps `f32[512,4096]` for products of the highest precision, and `s32[512,4096]` of whole numbers."""
+    options = {"precision": "highest"} if case == "precise" else {}
+    layers = lambda x, up, down: jnp.dot(jnp.maximum(jnp.dot(x, up, **options), 0), down, **options)
+    dtype = jnp.float32 if case == "precise" else jnp.int32
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((512, 256), (256, 4096), (4096, 256))]
+    assert temporaries(layers, *arguments, platform="tpu") >= 4 * 512 * 4096
+
+
+def test_columns_that_are_looked_up_are_transposed_into_rows():
+    look_up = lambda table, ids: table[:, ids]
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = 4 * 2**14 * 128
+    assert temporaries(look_up, f32(64, 2**14), ids, platform="tpu") == pytest.approx(rows, rel=0.02)
+
+
+def test_a_table_is_laid_out_once_for_all_its_lookups():
+    twice = lambda table, ids, more: table[ids].sum() + table[more].sum()
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = 4 * 2**14 * 128
+    assert temporaries(twice, f32(2**14, 64), ids, ids, platform="tpu") == pytest.approx(rows, rel=0.02)
+
+
+@pytest.mark.parametrize("added", ["add", "set", "subtract"])
+def test_what_is_added_into_a_table_leaves_it_as_it_lies(added):
+    write = lambda table, ids, rows: getattr(table.at[ids], added)(rows)
+    arguments = f32(2**14, 64), jax.ShapeDtypeStruct((8,), jnp.int32), f32(8, 64)
+    assert temporaries(write, *arguments, platform="tpu") <= 1.1 * 4 * 2**14 * 64
+
+
 def test_stacked_weights_are_converted_in_front_of_their_loop():
     def blocks(weights, x):
         block = lambda x, w: (jnp.tanh(x @ w.astype(jnp.bfloat16)), None)
@@ -48,6 +79,19 @@ def test_stacked_weights_are_converted_in_front_of_their_loop():
     arguments = f32(64, 256, 256), f32(8, 256)
     assert temporaries(blocks, *arguments, platform="tpu") == pytest.approx(2 * 64 * 256 * 256, rel=0.05)
     assert temporaries(blocks, *arguments, platform="gpu") < 64 * 256 * 256
+
+
+def test_a_map_converts_its_stack_too_and_a_slice_that_is_handed_on_stays():
+    mapped = lambda x, w: jax.lax.map(lambda one: x.astype(jnp.bfloat16) @ one.astype(jnp.bfloat16), w)
+    arguments = f32(8, 256), f32(64, 256, 256)
+    assert temporaries(mapped, *arguments, platform="tpu") >= 2 * 64 * 256 * 256
+
+    def handed_on(x, w):
+        block = lambda carry, one: ((jnp.tanh(carry[0] @ one.astype(jnp.bfloat16)), one), None)
+        return jax.lax.scan(block, (x.astype(jnp.bfloat16), w[0]), w)[0]
+
+    only_one = lambda x, w: handed_on(x, w)[1]
+    assert temporaries(only_one, *arguments, platform="tpu") < 64 * 256 * 256
 
 
 def test_the_gradient_of_a_cross_entropy_is_no_scatter():
@@ -75,8 +119,9 @@ def test_large_sums_stay_apart():
     assert names(64 * MIB) == ["all_reduce"] * 3 and names(MIB) == ["all_reduces"]
 
 
-def test_what_frees_memory_runs_before_the_next_loop():
-    """Of two readers of a large array the one that is not waited for would run last: it runs before the loop."""
+def test_what_frees_memory_runs_soon_and_before_the_next_loop():
+    """Of two readers of a large array the one that is not waited for would run last: it runs before the loop, or when
+    it could have for long enough."""
     steps = [
         Step("large", [0], [1]),
         Step("passed_on", [1], [2]),
@@ -85,7 +130,11 @@ def test_what_frees_memory_runs_before_the_next_loop():
         Step("grows", [0], [5]),
     ]
     sizes = {0: 1, 1: 100, 2: 10, 3: 10, 4: 1, 5: 50}
-    assert frees_before_loops(steps, range(5), sizes, [3, 4, 5], {0}) == [0, 1, 3, 2, 4]
+    assert frees_soon(steps, range(5), sizes, [3, 4, 5], {0}, 100) == [0, 1, 3, 2, 4]
+    steps[2] = Step("product", [2], [3])
+    order = [0, 1, 2, 4, 3]
+    assert frees_soon(steps, order, sizes, [3, 4, 5], {0}, 100) == order
+    assert frees_soon(steps, order, sizes, [3, 4, 5], {0}, 1) == [0, 1, 2, 3, 4]
 
 
 def test_views_of_several_values_look_at_their_own():
@@ -121,3 +170,13 @@ def test_arguments_and_lookups_are_those_of_the_compiler():
     assert memory.argument_bytes == check.compiled.argument_bytes == 4 * 40 * 100_096 + 4 * 128
     assert memory.temporary_bytes >= 4 * 100_003 * 128
     assert memory.bound_bytes >= check.needed_bytes
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_empty_arrays_and_integers_without_derivatives(platform):
+    assert temporaries(lambda x: x @ x.T, f32(0, 30), platform=platform) <= 512
+    assert temporaries(lambda x: jnp.sort(x, axis=1), f32(0, 64, 64), platform=platform) == 0
+    grads = jax.grad(lambda x, i: (x[i] ** 2).sum(), argnums=(0, 1), allow_int=True)
+    only_first = lambda x, i: grads(x, i)[0]
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    assert temporaries(only_first, f32(64, 16), ids, platform=platform) >= 4 * 64 * 16

@@ -25,6 +25,11 @@ from splitjax.cost.memory.tiles import Lie, is_cut_at_tiles, tiled_bytes
         ((3, 3, 3, 64), 4, 3 * 3 * 4 * 128),  # {3,2,1,0:T(4,128)}
         ((128, 32, 32, 3), 4, 128 * 32 * 32 * 3),  # {0,2,3,1:T(8,128)}
         ((1024, 4096), 2, 1024 * 4096),  # {1,0:T(8,128)(2,1)}
+        ((), 2, 256),  # {:T(256)}
+        ((10,), 2, 256),  # {0:T(256)(128)(2,1)}
+        ((1, 100), 2, 2 * 128),  # {1,0:T(2,128)(2,1)}
+        ((10,), 1, 512),  # {0:T(512)(128)(4,1)}
+        ((2, 100), 1, 4 * 128),  # {1,0:T(4,128)(4,1)}
     ],
 )  # fmt: skip
 def test_arguments_lie_so_that_least_is_filled_up(shape, itemsize, elements):
@@ -48,3 +53,13 @@ def test_pieces_that_begin_where_tiles_do():
     assert is_cut_at_tiles((346528, 64), 0) and not is_cut_at_tiles((346525, 64), 0)
     assert is_cut_at_tiles((8, 4096, 56), 2) and not is_cut_at_tiles((4096, 2004), 1)
     assert is_cut_at_tiles((3, 3, 100, 100), 0) and is_cut_at_tiles((7,), 0)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 30), (0, 0), (0, 64, 64, 3)])
+def test_empty_arrays_take_nothing(shape):
+    assert [tiled_bytes(shape, 4, lie) for lie in Lie] == [0] * len(Lie)
+
+
+def test_images_whose_features_are_grouped_have_places_along_tiles():
+    """`f32[16,64,64,256]{2,1,3,0:T(8,128)}`, twice its elements."""
+    assert tiled_bytes((16, 64, 64, 256), 4, Lie.PLACES) == 4 * 16 * 64 * 128 * 256
