@@ -129,13 +129,16 @@ def lines_of(stored: dict[str, Any]) -> list[str]:
         ],
     )  # fmt: skip
     if stored.get("limited"):
-        lines += ["", "What programs take, in MiB, whose compiler may use no more than a limit:", ""]
+        lines += [
+            "", "Cells compiled by a compiler that may use no more than a limit, in MiB. What it reports as taken can"
+            " be more than the limit within which it compiled a program; why is not known.", "",
+        ]  # fmt: skip
         lines += table(
-            ["cell", "limit", "taken within it", "taken without a limit"],
+            ["cell", "limit", "does it compile", "reported as taken", "reported without a limit"],
             [
                 [
-                    one["cell"], str(one["limit_mib"]),
-                    mib(one["taken_bytes"]) if one["taken_bytes"] else "does not compile", mib(one["without_bytes"]),
+                    one["cell"], str(one["limit_mib"]), "no" if one["taken_bytes"] is None else "yes",
+                    "" if one["taken_bytes"] is None else mib(one["taken_bytes"]), mib(one["without_bytes"]),
                 ]
                 for one in stored["limited"]
             ],
@@ -187,8 +190,8 @@ AHEAD: dict[str, dict[str, Any]] = {
         "notes": [
             "A program *takes* more than is alive at its peak: arguments + temporaries + results that are not written"
             " over arguments, where temporaries are one block with gaps between its buffers. The compiler leaves gaps"
-            " where the chip has room, and hardly any where it is told that it may use no more, as `memory_budget`"
-            " tells it: the last table. Estimate and bound are of what is alive. The factor of the bound, 1.16 times"
+            " where the chip has room, and few where it is told that it may use no more, as `memory_budget` tells it:"
+            " the last table. Estimate and bound are of what is alive. The factor of the bound, 1.16 times"
             " the temporaries of the estimate, holds for every cell that is not held out (1.15 is the least).",
             "",
             "What is assumed of the compiler was found in the modules of cells that are not held out: how their arrays"

@@ -128,7 +128,7 @@ def _in_rows(program: Program, node: Node, laid_out: dict[int, int], seen_throug
     if is_in_place and source in laid_out and program.splits[laid_out[source]] == split:
         node.inputs[0] = laid_out[source]
         return []
-    copy = program.new([program.shapes[table][dim] for dim in order], itemsize, [split[dim] for dim in order])
+    copy = program.new([program.shapes[table][dim] for dim in order], itemsize, tuple(split[dim] for dim in order))
     node.inputs[0] = copy
     if is_in_place:
         laid_out[source] = copy
