@@ -18,9 +18,9 @@ from splitjax.cost.memory.hoisting import hoist_converts
 from splitjax.cost.memory.joining import Domain, Kernel, joined
 from splitjax.cost.memory.moves import add_moves
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
-from splitjax.cost.memory.rows import lay_out_rows
+from splitjax.cost.memory.rows import lay_out
 from splitjax.cost.memory.schedule import Schedule, Step
-from splitjax.cost.memory.tiles import Lie, tiled_bytes
+from splitjax.cost.memory.tiles import Tiling, tiled_bytes
 
 # Operations that compilers compute once, however many loops read them.
 _COSTLY = frozenset(
@@ -56,13 +56,13 @@ class Storage:
         self._again: dict[int, dict[int, int]] = {}
         self._users: dict[int, list[Node]] = {}
         self.makers: dict[int, Node] = {}
-        self._lies: dict[int, Lie] = {}  # of values that lie otherwise than products want them
+        self._tilings: dict[int, Tiling] = {}  # of values that lie otherwise than products want them
         self._costly: dict[int, frozenset[str]] = {}  # by fused loop, what is costly in it
 
     def schedule(self) -> Schedule:
         add_moves(self.program, self.compiler)
         if self.compiler.fills_tiles:
-            self._lies = lay_out_rows(self.program)
+            self._tilings = lay_out(self.program)
         if self.compiler.fuses_operands:
             hoist_converts(self.program)
         self._collect_users(self.program.body)
@@ -92,7 +92,7 @@ class Storage:
     def _store(self, value: int) -> None:
         if self.compiler.fills_tiles:
             part, itemsize = self.program.part_of(value), self._itemsize(value)
-            self.sizes[value] = tiled_bytes(part, itemsize, self._lies.get(value, Lie.OPERAND))
+            self.sizes[value] = tiled_bytes(part, itemsize, self._tilings.get(value, Tiling.OPERAND))
         else:
             self.sizes[value] = self.program.bytes_of(value)
 
@@ -287,7 +287,7 @@ class Storage:
         return Schedule(self._joined(steps, outputs) if self.compiler.weighs_bytes else steps, outputs, [])
 
     def _joined(self, steps: Sequence[Step], outputs: Sequence[int]) -> list[Step]:
-        """The kernels that a GPU's compiler makes of steps in program order."""
+        """The kernels that a compiler for GPUs or TPUs makes of steps in program order."""
         kernels = [
             Kernel(
                 number,

@@ -1,4 +1,4 @@
-"""Joins steps that XLA's GPU compiler makes one kernel of: steps of a schedule come in, fewer steps come out.
+"""Joins steps that XLA's compilers for GPUs and TPUs make one kernel of: steps of a schedule come in, fewer come out.
 
 Its modules for an H200, compiled ahead of time (`tests/cost/memory/test_joining.py` has small ones), show three:
 

@@ -14,22 +14,23 @@ from __future__ import annotations
 import math
 
 from splitjax.cost.memory.program import Kind, Node, Program, Region
-from splitjax.cost.memory.tiles import LANES, Lie, is_cut_at_tiles, tiled_bytes
+from splitjax.cost.memory.tiles import LANES, Tiling, is_cut_at_tiles, tiled_bytes
 
 _SCATTERS = frozenset("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
 
 
-def lay_out_rows(program: Program) -> dict[int, Lie]:
+def lay_out(program: Program) -> dict[int, Tiling]:
     """Adds what lays out arrays of a `program`, and returns by value how it lies, where that is not as products want
     it."""
     rows: set[int] = set()
     grouped: set[int] = set()
     _lay_out(program, program.body, rows, grouped)
-    return (
-        dict.fromkeys(program.body.inputs, Lie.COMPACT)
-        | {value: Lie.ROWS for value in rows if value not in program.body.inputs}
-        | {value: Lie.PLACES for value in grouped - rows if value not in program.body.inputs}
-    )
+    # Of a value that is several, the last one counts: arguments lie as they come.
+    return {
+        **dict.fromkeys(grouped, Tiling.PLACES),
+        **dict.fromkeys(rows, Tiling.ROWS),
+        **dict.fromkeys(program.body.inputs, Tiling.COMPACT),
+    }
 
 
 def _lay_out(program: Program, region: Region, rows: set[int], grouped: set[int]) -> None:
@@ -122,7 +123,7 @@ def _in_rows(program: Program, node: Node, laid_out: dict[int, int], seen_throug
     found = sorted({*numbers.start_index_map, *numbers.operand_batching_dims})
     order = [*found, *(dim for dim in range(len(part)) if dim not in found)]
     is_in_place = order == list(range(len(part)))
-    if is_in_place and tiled_bytes(part, itemsize) == tiled_bytes(part, itemsize, Lie.ROWS):
+    if is_in_place and tiled_bytes(part, itemsize) == tiled_bytes(part, itemsize, Tiling.ROWS):
         return []
     source = seen_through.get(table, table)
     if is_in_place and source in laid_out and program.splits[laid_out[source]] == split:

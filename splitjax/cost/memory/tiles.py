@@ -18,7 +18,7 @@ LANES, _SUBLANES = 128, 8
 _FLAT = 1024  # elements of the largest tile of an array of one dim
 
 
-class Lie(enum.Enum):
+class Tiling(enum.Enum):
     """Says which two dims of an array may lie along lanes and sublanes.
 
     - `COMPACT`: any, as those of arguments and results.
@@ -36,26 +36,26 @@ class Lie(enum.Enum):
     def pairs(self, rank: int) -> Iterable[tuple[int, int]]:
         """Returns the pairs of dims, (along the lanes, along the sublanes), of an array of `rank` dims, at least 2."""
         last, before = rank - 1, rank - 2
-        if self is Lie.ROWS:
+        if self is Tiling.ROWS:
             return [(last, before)]
-        if self is Lie.COMPACT:
+        if self is Tiling.COMPACT:
             return itertools.permutations(range(rank), 2)
-        if self is Lie.PLACES and rank > 2:
+        if self is Tiling.PLACES and rank > 2:
             return itertools.permutations(range(last), 2)
         pairs = [(last, before), (last, 0), (0, last)]
         return pairs if rank > 3 else [*pairs, (before, last)]
 
 
-def tiled_bytes(shape: Sequence[int], itemsize: int, lie: Lie = Lie.COMPACT) -> int:
+def tiled_bytes(shape: Sequence[int], itemsize: int, tiling: Tiling = Tiling.COMPACT) -> int:
     """Returns the bytes of an array of a `shape` with elements of `itemsize` bytes, of which the compiler chooses how
-    it lies as `lie` lets it, so that least is filled up."""
-    if lie is not Lie.COMPACT:
+    it lies as its `tiling` lets it, so that least is filled up."""
+    if tiling is not Tiling.COMPACT:
         shape = [size for size in shape if size != 1]
     packed = max(1, 4 // max(itemsize, 1))
     if len(shape) < 2:
         size = math.prod(shape)
         return itemsize * _filled(size, min(_FLAT, max(packed * LANES, _power(size))))
-    return itemsize * min(_elements(shape, lanes, rows, packed) for lanes, rows in lie.pairs(len(shape)))
+    return itemsize * min(_elements(shape, lanes, rows, packed) for lanes, rows in tiling.pairs(len(shape)))
 
 
 def is_cut_at_tiles(shape: Sequence[int], dim: int) -> bool:

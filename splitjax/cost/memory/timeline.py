@@ -60,8 +60,8 @@ def combine(
             writes = [b for step in together for b in step.writes]
             name = "all_reduces" if together[0].combines else together[0].name
             one = Step(
-                name, reads, writes, together[0].shares, combines=together[0].combines, gathers=together[0].gathers,
-            )  # fmt: skip
+                name, reads, writes, together[0].shares, combines=together[0].combines, gathers=together[0].gathers
+            )
             steps = [step for i, step in enumerate(steps) if i not in set(members)] + [one]
             steps = [steps[i] for i in post_order(steps, schedule.outputs)]
             needs = waits(steps, bits)
@@ -92,16 +92,16 @@ class Order(enum.Enum):
     - `DEPTH_FIRST`: that of XLA's depth-first scheduler.
     - `LEAST`: of the orders of XLA's three schedulers, what needs no input as late as can be, the one that needs least:
       what a compiler takes that is not told which (`DefaultMemoryScheduler`).
+    - `MOST`: of the same three orders, the one that needs most.
     - `SOON`: plain post-order, with what needs no input as late as can be, and what frees memory soon
       (`orders.frees_soon`).
-    - `MOST`: of the same three orders, the one that needs most.
     - `CAREFUL`: the worse of depth-first and program order, with nothing written in place.
     """
 
     DEPTH_FIRST = "depth first"
     LEAST = "least"
-    SOON = "soon"
     MOST = "most"
+    SOON = "soon"
     CAREFUL = "careful"
 
 
@@ -117,12 +117,14 @@ def _settled(schedule: Schedule, sizes: Mapping[int, int], free: set[int], order
     """Returns the run that an `order` settles on, and its peak; the arguments are those of `peak_of`."""
     steps, outputs = schedule.steps, schedule.outputs
     inner = [_inside(step, sizes, order) for step in steps]
-    orders: list[Sequence[int]] = [depth_first(steps, sizes, outputs)]
+    orders: list[Sequence[int]]
+    if order is Order.SOON:
+        orders = [frees_soon(steps, post_order(steps, outputs), sizes, outputs, free, _PATIENCE)]
+    else:
+        orders = [depth_first(steps, sizes, outputs)]
     if order in (Order.LEAST, Order.MOST):
         orders.append(post_order(steps, outputs))
         orders.append(greedy(steps, sizes, outputs, free, [peak.num_bytes for peak in inner]))
-    if order is Order.SOON:
-        orders = [frees_soon(steps, post_order(steps, outputs), sizes, outputs, free, _PATIENCE)]
     if order in (Order.LEAST, Order.SOON):
         orders = [made_late(steps, each) for each in orders]
     if order is Order.CAREFUL:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitjax.cost.memory.tiles import Lie, is_cut_at_tiles, tiled_bytes
+from splitjax.cost.memory.tiles import Tiling, is_cut_at_tiles, tiled_bytes
 
 
 # Shapes of arguments in modules for TPUs v5p and v5e, bytes of an element, and the elements of their layouts.
@@ -37,15 +37,15 @@ def test_arguments_lie_so_that_least_is_filled_up(shape, itemsize, elements):
 
 
 def test_a_table_that_is_looked_up_lies_in_rows():
-    assert tiled_bytes((2772200, 64), 4, Lie.ROWS) == 4 * 2772200 * 128
-    assert tiled_bytes((2772200, 1), 4, Lie.ROWS) == 4 * 2708 * 1024, "a single column is an array of one dim"
-    assert tiled_bytes((100, 128), 4, Lie.ROWS) == 4 * 104 * 128
+    assert tiled_bytes((2772200, 64), 4, Tiling.ROWS) == 4 * 2772200 * 128
+    assert tiled_bytes((2772200, 1), 4, Tiling.ROWS) == 4 * 2708 * 1024, "a single column is an array of one dim"
+    assert tiled_bytes((100, 128), 4, Tiling.ROWS) == 4 * 104 * 128
 
 
 def test_what_convolutions_write_lies_along_examples_and_features():
     """`f32[32,224,224,64]{3,0,2,1:T(8,128)}` and `f32[128,32,32,64]{0,3,2,1:T(8,128)}`, never along the width."""
-    assert tiled_bytes((32, 224, 224, 64), 4, Lie.OPERAND) == 4 * 32 * 224 * 224 * 128
-    assert tiled_bytes((128, 32, 32, 64), 4, Lie.OPERAND) == 4 * 128 * 32 * 32 * 64
+    assert tiled_bytes((32, 224, 224, 64), 4, Tiling.OPERAND) == 4 * 32 * 224 * 224 * 128
+    assert tiled_bytes((128, 32, 32, 64), 4, Tiling.OPERAND) == 4 * 128 * 32 * 32 * 64
     assert tiled_bytes((32, 224, 224, 64), 4) == 4 * 32 * 224 * 256 * 64
 
 
@@ -57,9 +57,9 @@ def test_pieces_that_begin_where_tiles_do():
 
 @pytest.mark.parametrize("shape", [(0,), (0, 30), (0, 0), (0, 64, 64, 3)])
 def test_empty_arrays_take_nothing(shape):
-    assert [tiled_bytes(shape, 4, lie) for lie in Lie] == [0] * len(Lie)
+    assert [tiled_bytes(shape, 4, tiling) for tiling in Tiling] == [0] * len(Tiling)
 
 
 def test_images_whose_features_are_grouped_have_places_along_tiles():
     """`f32[16,64,64,256]{2,1,3,0:T(8,128)}`, twice its elements."""
-    assert tiled_bytes((16, 64, 64, 256), 4, Lie.PLACES) == 4 * 16 * 64 * 128 * 256
+    assert tiled_bytes((16, 64, 64, 256), 4, Tiling.PLACES) == 4 * 16 * 64 * 128 * 256
