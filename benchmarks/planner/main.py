@@ -183,8 +183,8 @@ AHEAD: dict[str, dict[str, Any]] = {
     },
     "tpu": {
         "for": " for TPUs",
-        "truth": "what is alive at the peak, as their compiler reports it ahead of time, arguments included; what lies in"
-        " vector memory (VMEM) then counts with it, and is not predicted",
+        "truth": "what is alive at the peak, as their compiler reports it ahead of time, arguments included; what lies"
+        " in vector memory (VMEM) then counts with it, and is not predicted",
         "why": "",
         "packages": (*PACKAGES, "libtpu"),
         "notes": [
@@ -198,7 +198,8 @@ AHEAD: dict[str, dict[str, Any]] = {
             " lie and are filled up to tiles, what products compute of what they read, what is stored in two bytes an"
             " element, and in which order it runs. Six of the held-out cells had been predicted before: by what is"
             " known of other compilers, as commit d0f38e8b did, and by two first versions of this model, before tiles"
-            " and rows were in it; of none that is held out a module was looked at. Steps whose layers are not in a loop take their"
+            " and rows were in it; of none that is held out a module was looked at. Steps whose layers are not in a"
+            " loop take their"
             " compiler long (up to 13 minutes), which is why not all cells are here.",
         ],
     },
