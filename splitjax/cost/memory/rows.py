@@ -52,8 +52,8 @@ def _lay_out(program: Program, region: Region, rows: set[int], grouped: set[int]
         if _looks_up_rows(program, node):
             nodes += _in_rows(program, node, laid_out, seen_through)
             rows |= {node.inputs[0], *node.outputs}
-        elif _adds_rows(program, node):
-            rows |= {node.inputs[0], *node.outputs}
+        elif _adds_rows(program, node, seen_through):
+            rows |= {node.inputs[0], seen_through.get(node.inputs[0], node.inputs[0]), *node.outputs}
         elif node.kind in (Kind.LOOP, Kind.COLLECTIVE, Kind.VIEW) and _stays_in_rows(program, node, rows):
             rows |= {*node.outputs}
         nodes.append(node)
@@ -100,10 +100,10 @@ def _looks_up_rows(program: Program, node: Node) -> bool:
     return len(node.params["dimension_numbers"].offset_dims) > 0
 
 
-def _adds_rows(program: Program, node: Node) -> bool:
+def _adds_rows(program: Program, node: Node, seen_through: dict[int, int]) -> bool:
     """Whether a node adds whole rows into zeros, as the gradient of a lookup does. What else is added into lies as it
     lay before."""
-    if node.name not in _SCATTERS or node.inputs[0] not in program.zeros:
+    if node.name not in _SCATTERS or seen_through.get(node.inputs[0], node.inputs[0]) not in program.zeros:
         return False
     return len(program.shapes[node.inputs[0]]) > 1 and len(node.params["dimension_numbers"].update_window_dims) > 0
 
