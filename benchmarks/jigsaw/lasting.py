@@ -152,8 +152,8 @@ class LastingEngine:
         self._await(Kind.STAGED, sum(self._workers[inner] for inner in self._job_of.values()))
 
     def go_on(self, jobs: Sequence[Job]) -> None:
-        """Before a run that goes on where the last one of each of `jobs` ended. It keeps no
-        checkpoints, so no job may be started again within it."""
+        """Before a run that goes on where the last one of each of `jobs` ended. It keeps no checkpoints, so no job may
+        be started again within it."""
         self._enter(jobs, keeps_checkpoints=False)
 
     def held_out(self, jobs: Sequence[Job]) -> dict[str, Mapping[str, float]]:
