@@ -161,7 +161,7 @@ def test_images_whose_features_are_grouped_are_filled_up():
 
 def on_eight(function, in_specs, out_specs, *arguments):
     """The bytes that a function over the axis `data` of eight TPUs is expected to store beside its arguments."""
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = PlacedProgram(
         jax.make_jaxpr(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))(*arguments),
         [tuple((axis,) if axis else () for axis in spec) for spec in in_specs],
