@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from splitjax.lower.microbatch.convolutions import with_cpu_layouts
 from splitjax.lower.partial.lowered import Evaluated, Lowered
 from splitjax.lower.partial.truncated import PartialWays
 from splitjax.lower.partial.truncation import turns_scope
@@ -118,6 +119,8 @@ def scheduled_programs(ways: PartialWays, lowered: Lowered, programs: ProgramMak
         numbers = [distinct.index(depths.first[slot]) for slot in slots]
         with jax.named_scope(turns_scope([numbers.count(number) for number in range(len(distinct))])):
             branches = [at_depth[first] for first in distinct]
+            if lowered.layout.where.platform == "cpu":
+                branches = [with_cpu_layouts(branch) for branch in branches]
             return jax.lax.switch(jnp.asarray(numbers, jnp.int32)[cycle_step], branches, list(leaves), residuals)
 
     return in_cycle(branched)

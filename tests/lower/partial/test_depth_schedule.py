@@ -395,6 +395,7 @@ def test_convolutions_in_branches_are_in_the_layout_of_the_fast_kernel():
     full = splitjax.parallelize(conv_step, **options)({"params": params}, batch)[1]
     for extra, state in (
         ({"backprop": PartialBackprop((0.1, 1.0))}, {"params": params}),
+        ({"backprop": PartialBackprop((0.1, 1.0), assignment="temporal")}, {"params": params}),
         ({}, {"params": params, "whole": np.ones(())}),
     ):
         step = splitjax.parallelize(conv_step, **options, **extra)
