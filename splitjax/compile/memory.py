@@ -13,7 +13,7 @@ from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.cost.memory.lifetimes import PlacedProgram, ProgramMemory, predict_program_memory
 from splitjax.cost.memory.reading import split_of
 from splitjax.errors import SplitjaxError, UnavailableError
-from splitjax.mesh import platform_of
+from splitjax.mesh import device_kind_of, platform_of
 from splitjax.plan import Memory
 
 
@@ -64,6 +64,7 @@ def placed_program(recipe: Recipe, entry: CompiledEntry, what: str) -> PlacedPro
         platform_of(entry.mesh),
         ("",) * first + tuple(leaf.path for leaf in entry.plan.leaves),
         tuple(layer.name for layer in entry.plan.layers),
+        device_kind_of(entry.mesh),
     )
 
 

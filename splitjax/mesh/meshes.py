@@ -342,6 +342,13 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     return jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
 
 
+def device_kind_of(mesh: Mesh | AbstractMesh) -> str:
+    """Returns the kind of a mesh's devices, such as `TPU v5 lite`; "" where an abstract mesh does not say it."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].device_kind
+    return "" if mesh.abstract_device is None else mesh.abstract_device.device_kind
+
+
 def _axis_networks(mesh: object) -> dict[str, tuple[int, int]]:
     """Returns by axis (how many slices or nodes it crosses, how many devices it has within each) of sizes as a user
     writes them; -1 for a size that is left open."""

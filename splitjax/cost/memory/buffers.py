@@ -10,9 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-
 from splitjax.cost.memory.compilers import Compiler
 from splitjax.cost.memory.hoisting import hoist_converts
 from splitjax.cost.memory.joining import Domain, Kernel, joined
@@ -20,7 +17,8 @@ from splitjax.cost.memory.moves import add_moves
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 from splitjax.cost.memory.rows import lay_out
 from splitjax.cost.memory.schedule import Schedule, Step
-from splitjax.cost.memory.tiles import Tiling, tiled_bytes
+from splitjax.cost.memory.tiles import LANES, Along, Tiling, tiled_bytes
+from splitjax.cost.memory.uses import Uses, is_product
 
 # Operations that compilers compute once, however many loops read them.
 _COSTLY = frozenset(
@@ -38,6 +36,7 @@ _MOVES = frozenset(
 _LIBRARY_ELEMENTS = 32 * 1024
 _LIBRARY_REDUCES = frozenset("reduce_sum reduce_max reduce_min".split())
 _LIBRARY_LOOPS = frozenset("add add_any sub mul div max min neg exp log tanh sqrt rsqrt square integer_pow abs".split())
+_FEW_TIMES = 16  # so often, at most, elements are repeated that are stored so
 # Loops that read parts of their first operand.
 _SLICES = frozenset("slice dynamic_slice split gather".split())
 
@@ -54,21 +53,32 @@ class Storage:
         # Value of a fused loop, or one that loops compute anew -> stored values that it reads, and how much of each.
         self._through: dict[int, dict[int, int]] = {}
         self._again: dict[int, dict[int, int]] = {}
-        self._users: dict[int, list[Node]] = {}
-        self.makers: dict[int, Node] = {}
-        self._tilings: dict[int, Tiling] = {}  # of values that lie otherwise than products want them
+        self._uses: Uses
+        self._tilings: dict[int, Tiling | Along] = {}  # of values that lie otherwise than products want them
         self._costly: dict[int, frozenset[str]] = {}  # by fused loop, what is costly in it
+        self._repeated: dict[
+            int, tuple[tuple[int, int], ...]
+        ] = {}  # by fused loop, what is repeated for it, and as what
+        self._bits: set[int] = set()  # results of comparisons that are stored with the product that they compare
 
     def schedule(self) -> Schedule:
         add_moves(self.program, self.compiler)
         if self.compiler.fills_tiles:
             self._tilings = lay_out(self.program)
         if self.compiler.fuses_operands:
-            hoist_converts(self.program)
-        self._collect_users(self.program.body)
+            for stack, narrow in hoist_converts(self.program):
+                self._tilings |= {narrow: self._tilings[stack]} if stack in self._tilings else {}
+        self._uses = Uses(self.program)
+        if self.compiler.fuses_operands:
+            self._bits = self._uses.compared_products()
         for value in self.program.body.inputs:
             self._store(value)
         return self._schedule(self.program.body)
+
+    @property
+    def makers(self) -> dict[int, Node]:
+        """By value, the node that makes it."""
+        return self._uses.makers
 
     def root_of(self, value: int) -> int:
         """Returns the value whose bytes a value looks at: itself, or another through views."""
@@ -79,67 +89,50 @@ class Storage:
         maker = self.makers.get(value)
         return "" if maker is None else maker.name
 
-    def _collect_users(self, region: Region) -> None:
-        for node in region.nodes:
-            for inner in node.regions:
-                self._collect_users(inner)
-                for value in inner.outputs:
-                    self._users.setdefault(value, []).append(node)
-            self.makers.update(dict.fromkeys(node.outputs, node))
-            for value in set(node.inputs):
-                self._users.setdefault(value, []).append(node)
-
     def _store(self, value: int) -> None:
-        if self.compiler.fills_tiles:
-            part, itemsize = self.program.part_of(value), self._itemsize(value)
-            self.sizes[value] = tiled_bytes(part, itemsize, self._tilings.get(value, Tiling.OPERAND))
-        else:
-            self.sizes[value] = self.program.bytes_of(value)
+        self.sizes[value] = self._stored_bytes(value)
 
-    def _itemsize(self, value: int) -> int:
-        """Returns the bytes in which an element is stored: two of four where products alone read it, which round it."""
-        itemsize, maker = self.program.itemsizes[value], self.makers.get(value)
-        if itemsize != 4 or maker is None:
-            return itemsize
-        if maker.kind is not Kind.LOOP and maker.name != "gather" and not _is_product(maker):
-            return itemsize
-        readers = self._fused_readers(value)
-        return 2 if readers and all(map(_rounds, readers)) else itemsize
-
-    def _fused_readers(self, value: int) -> list[Node] | None:
-        """Readers of a value through views; None where a result of a region reads it."""
-        readers: list[Node] = []
-        for user in self._users.get(value, ()):
-            if user.kind is Kind.VIEW:
-                for view in views_of(user, value):
-                    inner = self._fused_readers(view)
-                    if inner is None:
-                        return None
-                    readers += inner
-            else:
-                readers.append(user)
-        return readers if value in self._users else None
+    def _stored_bytes(self, value: int, is_rounded: bool = True) -> int:
+        """Returns the bytes that a value takes where it is stored. `is_rounded`: in two bytes an element where products
+        alone read it."""
+        if value in self._bits:
+            return -(-self._elements(value) // 8)
+        if not self.compiler.fills_tiles:
+            return self.program.bytes_of(value)
+        part, full = self.program.part_of(value), self.program.itemsizes[value]
+        itemsize = self._uses.itemsize(value) if is_rounded else full
+        tiling = self._tilings.get(value, Tiling.OPERAND)
+        if itemsize < full and tiling is Tiling.PLACES:  # stored for products
+            tiling = Tiling.OPERAND
+        return tiled_bytes(part, itemsize, tiling)
 
     def _is_fused(self, node: Node, region_outputs: set[int]) -> bool:
         """Whether a loop over elements is computed where it is read, and not stored."""
         if node.kind not in (Kind.LOOP, Kind.MADE, Kind.PART):
             return False
-        readers = self._fused_readers(node.outputs[0])
-        if readers is None or node.outputs[0] in region_outputs:
+        readers = self._uses.readers_of(node.outputs[0])
+        if readers is None or node.outputs[0] in region_outputs or node.outputs[0] in self._bits:
             return False
         if node.kind is Kind.MADE and not self.program.shapes[node.outputs[0]]:
             return True
+        if node.name == "broadcast_in_dim" and self.compiler.fuses_operands and self._repeats(node, node.inputs[0]):
+            return False
         is_spread = node.kind is Kind.MADE or node.name == "broadcast_in_dim"
         if not all(self._reads_fused(reader, node.outputs[0], is_spread) for reader in readers):
             return False
-        if self.compiler.fuses_operands and all(map(_is_product, readers)) and self._follows_product(node):
-            return False
+        if self.compiler.fuses_operands and self._uses.follows_product(node):
+            if all(is_product(reader) for reader in readers if not reader.name.startswith("reduce_")):
+                return False
         if self.compiler.fuses_operands and len(readers) > 1:
             costly = self._costly_in(node)
             is_narrow = self.program.itemsizes[node.outputs[0]] < 4
-            if costly and (is_narrow or costly == {"div"}) and any(map(_is_product, readers)):
+            is_anew = self.compiler.fuses_costly and all(map(is_product, readers))
+            is_stored = is_narrow and not is_anew or costly == {"div"}
+            if costly and is_stored and any(map(is_product, readers)):
                 return False
-        if node.name.startswith("reduce_") or node.name in ("sort", "concatenate"):
+        if node.name.startswith("reduce_") or node.name == "sort":
+            return False
+        if node.name == "concatenate" and not self._joins_tiles(node):
             return False
         if self.compiler.weighs_bytes:
             return len(readers) < 2 or self._moves_less(node, len(readers))
@@ -151,19 +144,12 @@ class Storage:
             return False
         return True
 
-    def _follows_product(self, node: Node) -> bool:
-        """Whether a loop is all that reads a product, which then computes it."""
-        for value in node.inputs:
-            maker = self.makers.get(self.root_of(value))
-            if maker is not None and _is_product(maker):
-                readers = self._fused_readers(maker.outputs[0])
-                if readers is not None and len(readers) == 1:
-                    return True
-        return False
-
     def _costly_in(self, node: Node) -> frozenset[str]:
         """Returns the names of costly operations that a loop computes, with those of the loops that it reads."""
-        inside = [self._costly.get(self.root_of(value), frozenset[str]()) for value in node.inputs]
+        # What is computed of fewer elements, such as of a row, is stored before it is spread.
+        num_elements = lambda value: math.prod(self.program.shapes[value])
+        whole = [value for value in node.inputs if num_elements(value) >= num_elements(node.outputs[0])]
+        inside = [self._costly.get(self.root_of(value), frozenset[str]()) for value in whole]
         return frozenset({node.name} & _COSTLY).union(*inside)
 
     def _reads_fused(self, node: Node, value: int, is_spread: bool) -> bool:
@@ -177,7 +163,7 @@ class Storage:
             return True
         if node.kind is Kind.REGIONS:
             return is_spread and value not in node.inputs[: node.num_carry]
-        return _is_product(node)
+        return is_product(node)
 
     def _is_library(self, node: Node) -> bool:
         """Whether a node is a sum or a maximum that a library computes. Of an element its bytes are known, and not its
@@ -189,10 +175,44 @@ class Storage:
         return self._elements(node.inputs[0]) >= _LIBRARY_ELEMENTS
 
     def _moves_less(self, node: Node, num_readers: int) -> bool:
-        """Whether fewer bytes are moved where every reader of a loop computes it, than where it is stored."""
-        reads = sum(self._reads(node.inputs, by_loop=True).values())
-        written = sum(self.program.bytes_of(value) for value in node.outputs)
+        """Whether fewer bytes are moved where every reader of a loop computes it, than where it is stored. That it
+        would be stored in two bytes an element counts where the loop reads several large arrays."""
+        read = self._reads(node.inputs, by_loop=True)
+        reads = sum(read.values())
+        is_of_one = reads * 7 <= 8 * max(read.values(), default=0)
+        written = sum(self._stored_bytes(value, is_rounded=not is_of_one) for value in node.outputs)
         return num_readers * reads <= reads + written + num_readers * written
+
+    def _joins_tiles(self, node: Node) -> bool:
+        """Whether a TPU's compiler reads the pieces of a concatenation in its place: each begins where a tile does."""
+        if not self.compiler.fuses_operands:
+            return False
+        dim = node.params["dimension"]
+        parts = [self.program.part_of(value) for value in node.inputs]
+        return all(dim == len(part) - 1 and part[dim] % LANES == 0 for part in parts)
+
+    def _repeats(self, node: Node, value: int) -> bool:
+        """Whether a loop repeats what it reads of a `value` a few times between other dims, as the gradient of a
+        maximum over windows does: a TPU's compiler stores what is repeated."""
+        part, whole = self.program.part_of(value), self.program.part_of(node.outputs[0])
+        if node.name == "broadcast_in_dim":
+            at = dict(zip(node.params["broadcast_dimensions"], part, strict=True))
+            part = tuple(at.get(dim, 1) for dim in range(len(whole)))
+        if len(part) != len(whole) or len(part) < 5:
+            return False
+        new = [dim for dim, (here, there) in enumerate(zip(part, whole, strict=True)) if here < there]
+        own = [dim for dim, here in enumerate(part) if here > 1]
+        times = math.prod(whole[dim] for dim in new)
+        return bool(new) and times <= _FEW_TIMES and own[0] < new[-1] and new[0] < own[-1] == len(part) - 1
+
+    def _repeated_in(self, node: Node) -> tuple[tuple[int, int], ...]:
+        """Returns what a loop and those that it computes repeat, and as what."""
+        if not self.compiler.fuses_operands or node.kind is not Kind.LOOP:
+            return ()
+        found = [pair for value in node.inputs for pair in self._repeated.get(self.root_of(value), ())]
+        if node.name != "broadcast_in_dim" and not node.name.startswith("reduce_"):
+            found += [(value, node.outputs[0]) for value in node.inputs if self._repeats(node, value)]
+        return tuple(dict.fromkeys(found))
 
     def _is_cheap_again(self, node: Node) -> bool:
         """Whether a loop that is stored for a kernel is computed again where other loops read it: it reads at most one
@@ -200,6 +220,8 @@ class Storage:
         if node.kind is not Kind.LOOP or node.name in _COSTLY or node.name.startswith("reduce_"):
             return False
         if node.name in ("concatenate", "sort", "transpose_operand", "transpose_result"):
+            return False
+        if self.compiler.fuses_operands and (node.name == "broadcast_in_dim" or node.outputs[0] in self._bits):
             return False
         size = math.prod(self.program.shapes[node.outputs[0]])
         large = 0
@@ -238,9 +260,11 @@ class Storage:
                 for value in dict.fromkeys(node.inputs):
                     self._roots |= dict.fromkeys(views_of(node, value), self.root_of(value))
                 continue
+            takes_part = self.compiler.fuses_operands and (node.kind is Kind.PART or node.name in _SLICES)
             if self._is_fused(node, outputs_of_views):
-                through = self._reads(node.inputs, by_loop=True)
+                through = self._reads(node.inputs, by_loop=not takes_part)
                 self._costly |= dict.fromkeys(node.outputs, self._costly_in(node))
+                self._repeated |= dict.fromkeys(node.outputs, self._repeated_in(node))
                 for value in node.outputs:
                     most = self.program.bytes_of(value) if node.kind is Kind.PART or node.name in _SLICES else 2**62
                     self._through[value] = {stored: min(size, most) for stored, size in through.items()}
@@ -251,7 +275,7 @@ class Storage:
                 steps.append(Step("fill", list(read), [], read_bytes=read, filled_bytes=filled))
                 continue
             is_loop = node.kind in (Kind.LOOP, Kind.PART) and not self._is_library(node)
-            read = self._reads(node.inputs, by_loop=is_loop)
+            read = self._reads(node.inputs, by_loop=is_loop and not takes_part)
             reads = list(read)
             if self._is_cheap_again(node):
                 self._again[node.outputs[0]] = read
@@ -274,6 +298,14 @@ class Storage:
             else:
                 for value in node.outputs:
                     self._store(value)
+            if not node.name.startswith("reduce_"):
+                for value, whole in self._repeated_in(node):
+                    program = self.program
+                    repeated = program.new(program.shapes[whole], program.itemsizes[value], program.splits[whole])
+                    self._store(repeated)
+                    of = self._reads([value], by_loop=True)
+                    steps.append(Step("repeat", list(of), [repeated], read_bytes=of))
+                    reads.append(repeated)
             shares = self._may_share(node)
             combines = (node.name, *node.params) if node.name == "all_reduce" else ()
             if node.name in ("psum", "psum_invariant"):
@@ -294,6 +326,7 @@ class Storage:
                 self._domain(step),
                 {buffer: step.read_bytes.get(buffer, self.sizes[buffer]) for buffer in step.reads},
                 tuple(step.writes),
+                bool(step.writes) and self._bits.issuperset(step.writes),
             )
             for number, step in enumerate(steps)
         ]
@@ -329,21 +362,6 @@ class Storage:
 
     def _elements(self, value: int) -> int:
         return self.program.bytes_of(value) // self.program.itemsizes[value]
-
-
-def _is_product(node: Node) -> bool:
-    return node.name in ("dot_general", "conv_general_dilated")
-
-
-def _rounds(node: Node) -> bool:
-    """Whether a node is a product whose operands of four bytes are rounded to two: of floating-point numbers, and of no
-    higher precision than the default."""
-    if not _is_product(node):
-        return False
-    precision, kind = node.params["precision"], node.params["preferred_element_type"]
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    is_default = all(each is None or each == lax.Precision.DEFAULT for each in asked)
-    return is_default and (kind is None or bool(jnp.issubdtype(kind, jnp.floating)))
 
 
 def _gathers(node: Node) -> tuple[Any, ...]:

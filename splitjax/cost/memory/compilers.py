@@ -28,6 +28,8 @@ class Compiler:
     - `fuses_operands`: a product computes the loops over elements that it reads, but for a gather; what products alone
       read is stored in two bytes an element, to which they round it; what loops convert of stacked arrays is converted
       in front of them.
+    - `fuses_costly`: what products alone read is computed in each of them, even where exponentials or divisions are in
+      it; otherwise, and where others read it too, it is stored once where it has two bytes an element.
     - `frees_soon`: what frees memory does not wait long, and not behind a loop.
     - `reduces_by_library`: sums and maxima of many float32 elements are kernels of a library, which reads stored arrays
       but for the arithmetic that it does itself.
@@ -47,6 +49,7 @@ class Compiler:
     swaps_filters: bool = False
     fills_tiles: bool = False
     fuses_operands: bool = False
+    fuses_costly: bool = False
     frees_soon: bool = False
 
 
@@ -78,6 +81,9 @@ TPU = Compiler(
     fills_tiles=True,
     fuses_operands=True,
 )
+# For v5e, the softmaxes of two models are not stored in the backward pass; for v5p they are (`divide_convert_fusion` in
+# the module of `llama_8b/transformer/64`).
+TPU_V5E = dataclasses.replace(TPU, fuses_costly=True)
 # A GPU's products read operands in any order of dims, and XLA joins collectives up to 30 MB there
 # (`xla_gpu_all_reduce_combine_threshold_bytes` and its like). The rest shows in modules that it compiles for an H200
 # ahead of time, small ones of which are in `tests/cost/memory`: what is fused in `test_joining.py`, gathers that become
@@ -96,7 +102,9 @@ GPU = Compiler(
 )
 
 
-def compiler_of(platform: str) -> Compiler:
-    """Returns what is known of the compiler of a `platform`, such as `cpu`: of one that was not looked at, as of the
-    CPU's."""
+def compiler_of(platform: str, device_kind: str = "") -> Compiler:
+    """Returns what is known of the compiler of a `platform`, such as `cpu`, for devices of a `device_kind`, such as
+    `TPU v5 lite`: of a platform that was not looked at, as of the CPU, and of another kind of TPU as of v5p."""
+    if platform == "tpu" and device_kind == "TPU v5 lite":
+        return TPU_V5E
     return {"tpu": TPU, "gpu": GPU, "cuda": GPU}.get(platform, CPU)

@@ -9,21 +9,24 @@ from typing import Any
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 
 
-def hoist_converts(program: Program) -> None:
-    """Moves conversions of slices in front of the loops of a split `program`, which it changes."""
-    _hoist(program, program.body)
+def hoist_converts(program: Program) -> list[tuple[int, int]]:
+    """Moves conversions of slices in front of the loops of a split `program`, which it changes. Returns (stack,
+    converted stack) of each."""
+    return _hoist(program, program.body)
 
 
-def _hoist(program: Program, region: Region) -> None:
+def _hoist(program: Program, region: Region) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
     nodes: list[Node] = []
     narrow: dict[tuple[int, Any], int] = {}  # by stack and type, the converted stack
     for node in region.nodes:
         for inner in node.regions:
-            _hoist(program, inner)
+            made += _hoist(program, inner)
         if node.name == "scan":
             nodes += _hoisted(program, node, narrow)
         nodes.append(node)
     region.nodes[:] = nodes
+    return made + [(stack, converted) for (stack, _), converted in narrow.items()]
 
 
 def _hoisted(program: Program, loop: Node, narrow: dict[tuple[int, Any], int]) -> list[Node]:

@@ -39,12 +39,14 @@ class Kernel:
 
     - `number`: of the step. `domain`: what it runs over; None for a step that joins nothing.
     - `reads`: by buffer, the bytes that it reads of it. `writes`: the buffers that it writes.
+    - `is_beside`: it compares what a product makes, which is done beside whatever else follows the product.
     """
 
     number: int
     domain: Domain | None
     reads: Mapping[int, int]
     writes: tuple[int, ...]
+    is_beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +64,23 @@ def joined(kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: Iterable[i
 
     **Arguments:** `sizes`: bytes by buffer. `kept`: buffers that are read behind the last step."""
     readers: dict[int, set[int]] = {}
+    beside = {kernel.number for kernel in kernels if kernel.is_beside}
     for kernel in kernels:
         for buffer in kernel.reads:
             readers.setdefault(buffer, set()).add(kernel.number)
     kept = set(kept)
     groups: list[list[Kernel]] = []
     place: dict[int, int] = {}  # buffer -> the group that writes it
+    read_by: dict[int, set[int]] = {}  # buffer -> the groups that read it
     for kernel in kernels:
-        found = _group_for(kernel, groups, place, sizes, readers, kept)
+        found = _group_for(kernel, groups, place, read_by, sizes, readers, beside, kept)
         if found is None:
             found = len(groups)
             groups.append([])
         groups[found].append(kernel)
         place |= dict.fromkeys(kernel.writes, found)
+        for buffer in kernel.reads:
+            read_by.setdefault(buffer, set()).add(found)
     return [_merged(group, readers, kept) for group in groups]
 
 
@@ -82,15 +88,22 @@ def _group_for(
     kernel: Kernel,
     groups: Sequence[Sequence[Kernel]],
     place: Mapping[int, int],
+    read_by: Mapping[int, set[int]],
     sizes: Mapping[int, int],
     readers: Mapping[int, set[int]],
+    beside: set[int],
     kept: set[int],
 ) -> int | None:
     domain = kernel.domain
     if domain is None or domain.is_product:
         return None
     ready = max((place[buffer] for buffer in kernel.reads if buffer in place), default=-1)
-    for number in range(len(groups) - 1, max(ready, len(groups) - _NEAR, 0) - 1, -1):
+    # Only what makes an array that the step reads, or reads a large one that it reads too, can be joined.
+    large = [read_by.get(buffer, set()) for buffer in kernel.reads if sizes[buffer] >= domain.elements]
+    first_near = max(ready, len(groups) - _NEAR, 0)
+    for number in sorted({ready}.union(*large), reverse=True):
+        if number < first_near:
+            break
         group = groups[number]
         first = group[0].domain
         if first is None:
@@ -98,9 +111,11 @@ def _group_for(
         made = {buffer: each for each in group for buffer in each.writes if buffer in kernel.reads}
         if first.is_product:
             others = sum(size for buffer, size in kernel.reads.items() if buffer not in made)
-            alone = all(readers[buffer] == {kernel.number} and buffer not in kept for buffer in made)
+            alone = all(readers[buffer] - beside <= {kernel.number} and buffer not in kept for buffer in made)
+            alone = alone or kernel.is_beside
+            follows = [each for each in group[1:] if not each.is_beside]
             whole = sum(sizes[buffer] for buffer in made)
-            if len(group) == 1 and made and alone and not domain.axes and others * 8 <= whole:
+            if not (follows and not kernel.is_beside) and made and alone and not domain.axes and others * 8 <= whole:
                 return number
             continue
         if first.elements != domain.elements:

@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import math
 
+from splitjax.cost.memory.layouts import decided_layouts
 from splitjax.cost.memory.program import Kind, Node, Program, Region
-from splitjax.cost.memory.tiles import LANES, Tiling, is_cut_at_tiles, tiled_bytes
+from splitjax.cost.memory.tiles import LANES, Along, Tiling, is_cut_at_tiles, tiled_bytes
 
 _SCATTERS = frozenset("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
 
 
-def lay_out(program: Program) -> dict[int, Tiling]:
+def lay_out(program: Program) -> dict[int, Tiling | Along]:
     """Adds what lays out arrays of a `program`, and returns by value how it lies, where that is not as products want
     it."""
     rows: set[int] = set()
     grouped: set[int] = set()
     _lay_out(program, program.body, rows, grouped)
+    _spread_grouped(program, program.body, grouped)
     # Of a value that is several, the last one counts: arguments lie as they come.
     return {
+        **decided_layouts(program),
         **dict.fromkeys(grouped, Tiling.PLACES),
         **dict.fromkeys(rows, Tiling.ROWS),
         **dict.fromkeys(program.body.inputs, Tiling.COMPACT),
@@ -63,6 +66,19 @@ def _lay_out(program: Program, region: Region, rows: set[int], grouped: set[int]
                 rows |= {*node.outputs, *after[0].outputs}
             nodes += after
     region.nodes[:] = nodes
+
+
+def _spread_grouped(program: Program, region: Region, grouped: set[int]) -> None:
+    """Adds to `grouped` what loops over elements make of such images, and what they make such of."""
+    for inner in (inner for node in region.nodes for inner in node.regions):
+        _spread_grouped(program, inner, grouped)
+    nodes = [node for node in region.nodes if node.kind in (Kind.LOOP, Kind.VIEW) and len(node.outputs) == 1]
+    for ordered in (nodes[::-1], nodes):
+        for node in ordered:
+            shape = program.part_of(node.outputs[0])
+            alike = {value for value in (*node.inputs, *node.outputs) if program.part_of(value) == shape}
+            if alike & grouped:
+                grouped |= alike
 
 
 def _look_through(program: Program, node: Node, seen_through: dict[int, int]) -> None:

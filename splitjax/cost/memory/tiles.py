@@ -9,6 +9,7 @@ up by their numbers lie as rows. The layouts in modules that libtpu compiled (`f
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import math
@@ -46,10 +47,22 @@ class Tiling(enum.Enum):
         return pairs if rank > 3 else [*pairs, (before, last)]
 
 
-def tiled_bytes(shape: Sequence[int], itemsize: int, tiling: Tiling = Tiling.COMPACT) -> int:
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """Says that two of these `dims` lie along lanes and sublanes, in either order: a product with batch dims reads and
+    writes arrays so whose batch dims do not."""
+
+    dims: tuple[int, ...]
+
+    def pairs(self, rank: int) -> Iterable[tuple[int, int]]:
+        """Returns the pairs of dims, (along the lanes, along the sublanes), as `Tiling.pairs` does."""
+        return itertools.permutations(self.dims, 2)
+
+
+def tiled_bytes(shape: Sequence[int], itemsize: int, tiling: Tiling | Along = Tiling.COMPACT) -> int:
     """Returns the bytes of an array of a `shape` with elements of `itemsize` bytes, of which the compiler chooses how
     it lies as its `tiling` lets it, so that least is filled up."""
-    if tiling is not Tiling.COMPACT:
+    if tiling is not Tiling.COMPACT and not isinstance(tiling, Along):
         shape = [size for size in shape if size != 1]
     packed = max(1, 4 // max(itemsize, 1))
     if len(shape) < 2:

@@ -89,7 +89,7 @@ def tasks_of(placed: PlacedProgram, layered: bool = False) -> tuple[Task, ...]:
     say of every task whose it is."""
     program = read(placed.jaxpr, placed.arguments, placed.results, placed.axes, placed.platform)
     spread(program)
-    compiler = compiler_of(placed.platform)
+    compiler = compiler_of(placed.platform, placed.device_kind)
     storage = Storage(program, compiler)
     schedule = storage.schedule()
     paths = dict(zip(program.body.inputs, placed.paths, strict=False))

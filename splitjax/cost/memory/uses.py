@@ -1,0 +1,125 @@
+"""Tells who makes and who reads the values of a split `Program`, through views, and what that says of how they are
+stored on a TPU: rounded to two bytes an element, or as the bits of a comparison."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
+
+_COMPARES = frozenset("eq ne lt le gt ge".split())
+
+
+class Uses:
+    """Holds the nodes of a program by what they make and read. **Attributes:** `makers`: by value, the node that makes
+    it."""
+
+    def __init__(self, program: Program) -> None:
+        self.makers: dict[int, Node] = {}
+        self._program = program
+        self._users: dict[int, list[Node]] = {}
+        self._collect(program.body)
+
+    def _collect(self, region: Region) -> None:
+        for node in region.nodes:
+            for inner in node.regions:
+                self._collect(inner)
+                for value in inner.outputs:
+                    self._users.setdefault(value, []).append(node)
+            self.makers.update(dict.fromkeys(node.outputs, node))
+            for value in set(node.inputs):
+                self._users.setdefault(value, []).append(node)
+
+    def readers_of(self, value: int) -> list[Node] | None:
+        """Returns the readers of a value through views; None where a result of a region reads it."""
+        readers: list[Node] = []
+        for user in self._users.get(value, ()):
+            if user.kind is Kind.VIEW:
+                for view in views_of(user, value):
+                    inner = self.readers_of(view)
+                    if inner is None:
+                        return None
+                    readers += inner
+            else:
+                readers.append(user)
+        return readers if value in self._users else None
+
+    def maker_behind(self, value: int) -> Node | None:
+        """Returns the node that makes what a value looks at through views."""
+        maker = self.makers.get(value)
+        while maker is not None and maker.kind is Kind.VIEW and maker.inputs:
+            is_own = len(maker.inputs) == len(maker.outputs)
+            value = maker.inputs[maker.outputs.index(value)] if is_own else maker.inputs[0]
+            maker = self.makers.get(value)
+        return maker
+
+    def itemsize(self, value: int) -> int:
+        """Returns the bytes in which an element is stored where products round what they read: two of four where they
+        alone read it, and sums, which are computed in the loop that makes it."""
+        itemsize, maker = self._program.itemsizes[value], self.makers.get(value)
+        if itemsize != 4 or maker is None:
+            return itemsize
+        if maker.kind is not Kind.LOOP and maker.name != "gather" and not is_product(maker):
+            return itemsize
+        is_summed = lambda reader: maker.kind is Kind.LOOP and reader.name.startswith("reduce_")
+        readers = [reader for reader in self.readers_of(value) or () if not is_summed(reader)]
+        return 2 if readers and all(map(_rounds, readers)) else itemsize
+
+    def follows_product(self, node: Node) -> bool:
+        """Whether a loop is all that reads a product, or loops that are all that read one, but for comparisons, whose
+        bits are stored: the product then computes it."""
+        for value in node.inputs:
+            maker = self.maker_behind(value)
+            if maker is None or maker.name.startswith("reduce_") or maker.name in ("sort", "concatenate"):
+                continue
+            readers = self.readers_of(maker.outputs[0])
+            if readers is None or any(each is not node and each.name not in _COMPARES for each in readers):
+                continue
+            if is_product(maker) or maker.kind is Kind.LOOP and self.follows_product(maker):
+                return True
+        return False
+
+    def compared_products(self) -> set[int]:
+        """Returns the results of comparisons of what products make, such as a rectifier's of its operand, where else
+        only what products read is made of it: the comparison is stored, with the other, and not what is compared."""
+        return {
+            result for node in _nodes(self._program.body) if self._compares_product(node) for result in node.outputs
+        }
+
+    def _compares_product(self, node: Node) -> bool:
+        if node.kind is not Kind.LOOP or node.name not in _COMPARES:
+            return False
+        elements = lambda made: self._program.bytes_of(made) // self._program.itemsizes[made]
+        (result,) = node.outputs
+        whole = [maker for maker in map(self.maker_behind, node.inputs) if maker is not None]
+        whole = [maker for maker in whole if elements(maker.outputs[0]) >= elements(result)]
+        if len(whole) != 1 or not (is_product(whole[0]) or self.follows_product(whole[0])):
+            return False
+        readers = self.readers_of(whole[0].outputs[0]) or ()
+        return all(reader.name in _COMPARES or self._is_rounded(reader) for reader in readers)
+
+    def _is_rounded(self, node: Node) -> bool:
+        """Whether a loop over elements is read by products alone, which round it."""
+        readers = self.readers_of(node.outputs[0]) if node.kind is Kind.LOOP else None
+        return bool(readers) and all(map(_rounds, readers))
+
+
+def _nodes(region: Region) -> list[Node]:
+    return [each for node in region.nodes for each in (*(n for inner in node.regions for n in _nodes(inner)), node)]
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a matrix product or a convolution."""
+    return node.name in ("dot_general", "conv_general_dilated")
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a node is a product whose operands of four bytes are rounded to two: of floating-point numbers, and of no
+    higher precision than the default."""
+    if not is_product(node):
+        return False
+    precision, kind = node.params["precision"], node.params["preferred_element_type"]
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    is_default = all(each is None or each == lax.Precision.DEFAULT for each in asked)
+    return is_default and (kind is None or bool(jnp.issubdtype(kind, jnp.floating)))
