@@ -34,7 +34,9 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On, layered: bool = F
     mesh = entry.plan.mesh
     machine = _machine(on, dict(mesh.axes), f"{recipe.name}.time(on=)")
     # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices.
-    placed = dataclasses.replace(placed_program(recipe, entry, "time"), platform=machine.platform)
+    placed = placed_program(recipe, entry, "time")
+    if machine.platform != placed.platform or machine.device_kind:
+        placed = dataclasses.replace(placed, platform=machine.platform, device_kind=machine.device_kind)
     time = with_planned(predict_time(placed, machine, layered), entry.plan.collectives, machine)
     return dataclasses.replace(time, layers=_with_bytes(time.layers, placed, entry)) if layered else time
 

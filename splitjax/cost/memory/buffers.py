@@ -18,7 +18,7 @@ from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 from splitjax.cost.memory.rows import lay_out
 from splitjax.cost.memory.schedule import Schedule, Step
 from splitjax.cost.memory.tiles import LANES, Along, Tiling, tiled_bytes
-from splitjax.cost.memory.uses import Uses, is_product
+from splitjax.cost.memory.uses import Uses, is_product, is_reduction
 
 # Operations that compilers compute once, however many loops read them.
 _COSTLY = frozenset(
@@ -36,7 +36,9 @@ _MOVES = frozenset(
 _LIBRARY_ELEMENTS = 32 * 1024
 _LIBRARY_REDUCES = frozenset("reduce_sum reduce_max reduce_min".split())
 _LIBRARY_LOOPS = frozenset("add add_any sub mul div max min neg exp log tanh sqrt rsqrt square integer_pow abs".split())
-_FEW_TIMES = 16  # so often, at most, elements are repeated that are stored so
+_IN_PLACE = frozenset("scatter scatter-add dynamic_update_slice".split())
+# So often, at most, a loop repeats elements between dims that are stored repeated: 4 times in what was looked at.
+_FEW_TIMES = 16
 # Loops that read parts of their first operand.
 _SLICES = frozenset("slice dynamic_slice split gather".split())
 
@@ -53,12 +55,11 @@ class Storage:
         # Value of a fused loop, or one that loops compute anew -> stored values that it reads, and how much of each.
         self._through: dict[int, dict[int, int]] = {}
         self._again: dict[int, dict[int, int]] = {}
-        self._uses: Uses
+        self._uses: Uses  # of the program as `schedule` changes it first
         self._tilings: dict[int, Tiling | Along] = {}  # of values that lie otherwise than products want them
         self._costly: dict[int, frozenset[str]] = {}  # by fused loop, what is costly in it
-        self._repeated: dict[
-            int, tuple[tuple[int, int], ...]
-        ] = {}  # by fused loop, what is repeated for it, and as what
+        # By fused loop, the values that are repeated for it, each with one of the shape as which it is.
+        self._repeated: dict[int, tuple[tuple[int, int], ...]] = {}
         self._bits: set[int] = set()  # results of comparisons that are stored with the product that they compare
 
     def schedule(self) -> Schedule:
@@ -115,19 +116,20 @@ class Storage:
             return False
         if node.kind is Kind.MADE and not self.program.shapes[node.outputs[0]]:
             return True
-        if node.name == "broadcast_in_dim" and self.compiler.fuses_operands and self._repeats(node, node.inputs[0]):
-            return False
         is_spread = node.kind is Kind.MADE or node.name == "broadcast_in_dim"
+        if self.compiler.fuses_operands and node.name == "broadcast_in_dim" and self._repeats(node, node.inputs[0]):
+            return False
         if not all(self._reads_fused(reader, node.outputs[0], is_spread) for reader in readers):
             return False
-        if self.compiler.fuses_operands and self._uses.follows_product(node):
-            if all(is_product(reader) for reader in readers if not reader.name.startswith("reduce_")):
+        if self.compiler.fuses_operands and node in self._uses.following:
+            products = [reader for reader in readers if not is_reduction(reader)]
+            if products and all(map(is_product, products)):
                 return False
         if self.compiler.fuses_operands and len(readers) > 1:
             costly = self._costly_in(node)
             is_narrow = self.program.itemsizes[node.outputs[0]] < 4
             is_anew = self.compiler.fuses_costly and all(map(is_product, readers))
-            is_stored = is_narrow and not is_anew or costly == {"div"}
+            is_stored = (is_narrow or costly == {"div"}) and not is_anew
             if costly and is_stored and any(map(is_product, readers)):
                 return False
         if node.name.startswith("reduce_") or node.name == "sort":
@@ -146,9 +148,10 @@ class Storage:
 
     def _costly_in(self, node: Node) -> frozenset[str]:
         """Returns the names of costly operations that a loop computes, with those of the loops that it reads."""
-        # What is computed of fewer elements, such as of a row, is stored before it is spread.
+        # What is spread over more elements, such as what belongs to a row, is computed once for all of them.
         num_elements = lambda value: math.prod(self.program.shapes[value])
-        whole = [value for value in node.inputs if num_elements(value) >= num_elements(node.outputs[0])]
+        is_joined = node.name == "concatenate"
+        whole = [value for value in node.inputs if is_joined or num_elements(value) >= num_elements(node.outputs[0])]
         inside = [self._costly.get(self.root_of(value), frozenset[str]()) for value in whole]
         return frozenset({node.name} & _COSTLY).union(*inside)
 
@@ -179,12 +182,12 @@ class Storage:
         would be stored in two bytes an element counts where the loop reads several large arrays."""
         read = self._reads(node.inputs, by_loop=True)
         reads = sum(read.values())
-        is_of_one = reads * 7 <= 8 * max(read.values(), default=0)
+        is_of_one = reads * 7 <= 8 * max(read.values(), default=0)  # but for an eighth, such as rows and biases
         written = sum(self._stored_bytes(value, is_rounded=not is_of_one) for value in node.outputs)
         return num_readers * reads <= reads + written + num_readers * written
 
     def _joins_tiles(self, node: Node) -> bool:
-        """Whether a TPU's compiler reads the pieces of a concatenation in its place: each begins where a tile does."""
+        """Whether a TPU's compiler reads the pieces of a concatenation in its place: each fills whole tiles."""
         if not self.compiler.fuses_operands:
             return False
         dim = node.params["dimension"]
@@ -200,17 +203,21 @@ class Storage:
             part = tuple(at.get(dim, 1) for dim in range(len(whole)))
         if len(part) != len(whole) or len(part) < 5:
             return False
+        if any(here not in (1, there) for here, there in zip(part, whole, strict=True)):
+            return False
         new = [dim for dim, (here, there) in enumerate(zip(part, whole, strict=True)) if here < there]
         own = [dim for dim, here in enumerate(part) if here > 1]
         times = math.prod(whole[dim] for dim in new)
-        return bool(new) and times <= _FEW_TIMES and own[0] < new[-1] and new[0] < own[-1] == len(part) - 1
+        is_between = bool(new and own) and own[0] < new[-1] and new[0] < own[-1] == len(part) - 1
+        return is_between and times <= _FEW_TIMES
 
     def _repeated_in(self, node: Node) -> tuple[tuple[int, int], ...]:
-        """Returns what a loop and those that it computes repeat, and as what."""
+        """Returns the values that a loop and those that it computes repeat, each with one of the shape as which it is.
+        A broadcast that repeats is stored itself, and what moves elements repeats nothing."""
         if not self.compiler.fuses_operands or node.kind is not Kind.LOOP:
             return ()
         found = [pair for value in node.inputs for pair in self._repeated.get(self.root_of(value), ())]
-        if node.name != "broadcast_in_dim" and not node.name.startswith("reduce_"):
+        if node.name != "broadcast_in_dim" and node.name not in _MOVES | _IN_PLACE:
             found += [(value, node.outputs[0]) for value in node.inputs if self._repeats(node, value)]
         return tuple(dict.fromkeys(found))
 
@@ -235,8 +242,7 @@ class Storage:
         """Whether a node may write over what it reads."""
         if node.kind is Kind.COLLECTIVE:
             return not self.compiler.reduces_apart
-        in_place = ("scatter", "scatter-add", "dynamic_update_slice")
-        return node.name in in_place or node.kind is Kind.LOOP and node.name not in _MOVES
+        return node.name in _IN_PLACE or node.kind is Kind.LOOP and node.name not in _MOVES
 
     def _reads(self, inputs: Sequence[int], by_loop: bool = False) -> dict[int, int]:
         """The stored values that are read for `inputs`, and how many bytes of each."""
@@ -298,14 +304,10 @@ class Storage:
             else:
                 for value in node.outputs:
                     self._store(value)
-            if not node.name.startswith("reduce_"):
-                for value, whole in self._repeated_in(node):
-                    program = self.program
-                    repeated = program.new(program.shapes[whole], program.itemsizes[value], program.splits[whole])
-                    self._store(repeated)
-                    of = self._reads([value], by_loop=True)
-                    steps.append(Step("repeat", list(of), [repeated], read_bytes=of))
-                    reads.append(repeated)
+            # A reduction repeats in its own kernel, as the count of a pool's maxima does.
+            for value, whole in () if is_reduction(node) else self._repeated_in(node):
+                steps.append(self._repeat(value, whole))
+                reads += steps[-1].writes
             shares = self._may_share(node)
             combines = (node.name, *node.params) if node.name == "all_reduce" else ()
             if node.name in ("psum", "psum_invariant"):
@@ -317,6 +319,17 @@ class Storage:
             steps.append(step)
         outputs = list(self._reads(region.outputs))
         return Schedule(self._joined(steps, outputs) if self.compiler.weighs_bytes else steps, outputs, [])
+
+    def _repeat(self, value: int, whole: int) -> Step:
+        """Returns the step that stores a `value` repeated, in the shape of `whole`."""
+        program = self.program
+        repeated = program.new(program.shapes[whole], program.itemsizes[value], program.splits[whole])
+        if whole in self._tilings:
+            self._tilings[repeated] = self._tilings[whole]
+        self.makers[repeated] = Node("repeat", Kind.KERNEL, [value], [repeated])
+        self._store(repeated)
+        read = self._reads([value], by_loop=True)
+        return Step("repeat", list(read), [repeated], read_bytes=read)
 
     def _joined(self, steps: Sequence[Step], outputs: Sequence[int]) -> list[Step]:
         """The kernels that a compiler for GPUs or TPUs makes of steps in program order."""
@@ -350,7 +363,7 @@ class Storage:
         node = self.makers.get(step.writes[0]) if step.writes else None
         if node is None or step.inside:
             return None
-        if node.name in ("dot_general", "conv_general_dilated"):
+        if is_product(node):
             return Domain(0, is_product=True)
         if node.kind is not Kind.LOOP or node.name in _MOVES:
             return None

@@ -23,11 +23,13 @@ class Compiler:
     - `sends_apart`: all-reduces that became one are still sent array by array.
     - `swaps_filters`: in a convolution of an image with fewer places than the filter has, the two change roles, for
       which there is no library.
-    - `fills_tiles`: arrays are filled up to whole tiles, as `cost.memory.tiles` says, and tables that are looked up lie
-      in rows, as `cost.memory.rows` does.
-    - `fuses_operands`: a product computes the loops over elements that it reads, but for a gather; what products alone
-      read is stored in two bytes an element, to which they round it; what loops convert of stacked arrays is converted
-      in front of them.
+    - `fills_tiles`: arrays are filled up to whole tiles, as `cost.memory.tiles` says, tables that are looked up lie in
+      rows (`cost.memory.rows`), and others as products and arguments decide (`cost.memory.layouts`).
+    - `fuses_operands`: a product computes the loops over elements that it reads, but for a gather, and those that are
+      all that reads it; what products alone read is stored in two bytes an element, to which they round it, and what is
+      compared of a product's result as bits (`cost.memory.uses`); what loops convert of stacked arrays is converted in
+      front of them (`cost.memory.hoisting`). What is repeated between dims is stored so, and whole tiles that are put
+      together are not.
     - `fuses_costly`: what products alone read is computed in each of them, even where exponentials or divisions are in
       it; otherwise, and where others read it too, it is stored once where it has two bytes an element.
     - `frees_soon`: what frees memory does not wait long, and not behind a loop.
@@ -84,6 +86,7 @@ TPU = Compiler(
 # For v5e, the softmaxes of two models are not stored in the backward pass; for v5p they are (`divide_convert_fusion` in
 # the module of `llama_8b/transformer/64`).
 TPU_V5E = dataclasses.replace(TPU, fuses_costly=True)
+_V5E = ("TPU v5 lite", "TPU v5e", "tpu:v5e")  # as devices, JAX's documentation and targets call it
 # A GPU's products read operands in any order of dims, and XLA joins collectives up to 30 MB there
 # (`xla_gpu_all_reduce_combine_threshold_bytes` and its like). The rest shows in modules that it compiles for an H200
 # ahead of time, small ones of which are in `tests/cost/memory`: what is fused in `test_joining.py`, gathers that become
@@ -104,7 +107,8 @@ GPU = Compiler(
 
 def compiler_of(platform: str, device_kind: str = "") -> Compiler:
     """Returns what is known of the compiler of a `platform`, such as `cpu`, for devices of a `device_kind`, such as
-    `TPU v5 lite`: of a platform that was not looked at, as of the CPU, and of another kind of TPU as of v5p."""
-    if platform == "tpu" and device_kind == "TPU v5 lite":
+    `TPU v5 lite` or, of a target, `tpu:v5e`: of a platform that was not looked at as of the CPU, of another kind of TPU
+    as of v5p."""
+    if platform == "tpu" and device_kind in _V5E:
         return TPU_V5E
     return {"tpu": TPU, "gpu": GPU, "cuda": GPU}.get(platform, CPU)

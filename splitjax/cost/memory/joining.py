@@ -11,6 +11,7 @@ Its modules for an H200, compiled ahead of time (`tests/cost/memory/test_joining
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -71,7 +72,7 @@ def joined(kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: Iterable[i
     kept = set(kept)
     groups: list[list[Kernel]] = []
     place: dict[int, int] = {}  # buffer -> the group that writes it
-    read_by: dict[int, set[int]] = {}  # buffer -> the groups that read it
+    read_by: dict[int, list[int]] = {}  # buffer -> the groups that read it, in their order
     for kernel in kernels:
         found = _group_for(kernel, groups, place, read_by, sizes, readers, beside, kept)
         if found is None:
@@ -80,7 +81,10 @@ def joined(kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: Iterable[i
         groups[found].append(kernel)
         place |= dict.fromkeys(kernel.writes, found)
         for buffer in kernel.reads:
-            read_by.setdefault(buffer, set()).add(found)
+            numbers = read_by.setdefault(buffer, [])
+            place_of = bisect.bisect_left(numbers, found)
+            if place_of == len(numbers) or numbers[place_of] != found:
+                numbers.insert(place_of, found)
     return [_merged(group, readers, kept) for group in groups]
 
 
@@ -88,7 +92,7 @@ def _group_for(
     kernel: Kernel,
     groups: Sequence[Sequence[Kernel]],
     place: Mapping[int, int],
-    read_by: Mapping[int, set[int]],
+    read_by: Mapping[int, Sequence[int]],
     sizes: Mapping[int, int],
     readers: Mapping[int, set[int]],
     beside: set[int],
@@ -99,11 +103,10 @@ def _group_for(
         return None
     ready = max((place[buffer] for buffer in kernel.reads if buffer in place), default=-1)
     # Only what makes an array that the step reads, or reads a large one that it reads too, can be joined.
-    large = [read_by.get(buffer, set()) for buffer in kernel.reads if sizes[buffer] >= domain.elements]
-    first_near = max(ready, len(groups) - _NEAR, 0)
-    for number in sorted({ready}.union(*large), reverse=True):
-        if number < first_near:
-            break
+    large = [read_by.get(buffer, ()) for buffer in kernel.reads if sizes[buffer] >= domain.elements]
+    earliest = max(ready, len(groups) - _NEAR, 0)
+    near = {number for numbers in large for number in numbers[bisect.bisect_left(numbers, earliest) :]}
+    for number in sorted(near | {ready} if ready >= earliest else near, reverse=True):
         group = groups[number]
         first = group[0].domain
         if first is None:

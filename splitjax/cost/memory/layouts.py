@@ -1,5 +1,5 @@
 """Says how values lie in the main memory of a TPU where others decide it: operands and results of products with batch
-dims, and what has the shape of an argument on its way from an argument or into a result.
+dims, and what becomes a result of the step by loops over elements, views and collectives alone, such as a gradient.
 
 Modules that libtpu compiled for the cells of `python -m benchmarks planner` that are not held out show both: heads of
 ViT-L (`bf16[32,196,16,64]{1,3,2,0}`, positions along the lanes), and gradients of stacked weights of a mixture of
@@ -8,30 +8,29 @@ experts (`f32[32,8,4096,56]{2,3,1,0}`, as the weights).
 
 from __future__ import annotations
 
-from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
+from splitjax.cost.memory.program import Kind, Node, Program, Region, look_through
 from splitjax.cost.memory.tiles import Along, Tiling
 
-# What hands a layout on between a loop's results and the step's.
+# What hands a layout on to a result of the step.
 _HANDS_ON = (Kind.LOOP, Kind.VIEW, Kind.COLLECTIVE)
 
 
 def decided_layouts(program: Program) -> dict[int, Tiling | Along]:
     """Returns by value of a `program` how it lies, where products or arguments decide it."""
     found: dict[int, Tiling | Along] = {}
-    _beside_products(program, program.body, found)
+    _beside_products(program, program.body, found, {})
     found |= dict.fromkeys(_as_results(program), Tiling.COMPACT)
     return found
 
 
-def _beside_products(program: Program, region: Region, found: dict[int, Tiling | Along]) -> None:
-    source: dict[int, int] = {}  # by view of the same shape, the value that it looks at
+def _beside_products(
+    program: Program, region: Region, found: dict[int, Tiling | Along], source: dict[int, int]
+) -> None:
+    """Adds to `found` what lies around products. `source`: by view of the same shape, the value that it looks at."""
     for node in region.nodes:
         for inner in node.regions:
-            _beside_products(program, inner, found)
-        if node.kind is Kind.VIEW and len(node.inputs) == 1:
-            for view in views_of(node, node.inputs[0]):
-                if program.shapes[view] == program.shapes[node.inputs[0]]:
-                    source[view] = source.get(node.inputs[0], node.inputs[0])
+            _beside_products(program, inner, found, source)
+        look_through(program, node, source)
         if node.name == "dot_general":
             _around_product(program, node, source, found)
         elif node.name == "transpose":
@@ -46,14 +45,14 @@ def _around_product(program: Program, node: Node, source: dict[int, int], found:
     if not batches[0]:
         return
     for value, batch in zip([*node.inputs, *node.outputs], [*batches, range(len(batches[0]))], strict=True):
-        dims = tuple(dim for dim in range(len(program.shapes[value])) if dim not in batch)
+        dims = tuple(dim for dim, size in enumerate(program.part_of(value)) if dim not in batch and size > 1)
         if len(dims) > 1:
             found.setdefault(source.get(value, value), Along(dims))
 
 
 def _as_results(program: Program) -> set[int]:
-    """Returns the results of a step, and the values of the same shape that they are made of, back to what is no loop
-    over elements."""
+    """Returns the results of a step, and the values of the same shape that they are made of, through loops over
+    elements, views and collectives."""
     found = set(program.body.outputs)
     for node in reversed(program.body.nodes):
         if node.kind in _HANDS_ON and found & set(node.outputs):

@@ -85,6 +85,15 @@ def views_of(node: Node, value: int) -> list[int]:
     return node.outputs if value == node.inputs[0] else []
 
 
+def look_through(program: Program, node: Node, seen: dict[int, int]) -> None:
+    """Adds to `seen` the results of a view of the same shape, each with the value behind all such views."""
+    if node.kind is Kind.VIEW and len(node.inputs) == 1:
+        (value,) = node.inputs
+        for view in node.outputs:
+            if program.shapes[value] == program.shapes[view]:
+                seen[view] = seen.get(value, value)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Region:
     """Holds nodes in program order.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from splitjax.cost.memory.layouts import decided_layouts
-from splitjax.cost.memory.program import Kind, Node, Program, Region
+from splitjax.cost.memory.program import Kind, Node, Program, Region, look_through
 from splitjax.cost.memory.tiles import LANES, Along, Tiling, is_cut_at_tiles, tiled_bytes
 
 _SCATTERS = frozenset("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
@@ -26,7 +26,8 @@ def lay_out(program: Program) -> dict[int, Tiling | Along]:
     rows: set[int] = set()
     grouped: set[int] = set()
     _lay_out(program, program.body, rows, grouped)
-    _spread_grouped(program, program.body, grouped)
+    if grouped:
+        _spread_grouped(program, program.body, grouped)
     # Of a value that is several, the last one counts: arguments lie as they come.
     return {
         **decided_layouts(program),
@@ -43,7 +44,7 @@ def _lay_out(program: Program, region: Region, rows: set[int], grouped: set[int]
     for node in region.nodes:
         for inner in node.regions:
             _lay_out(program, inner, rows, grouped)
-        _look_through(program, node, seen_through)
+        look_through(program, node, seen_through)
         if _groups_features(program, node):
             grouped.add(seen_through.get(node.inputs[0], node.inputs[0]))
         if _picks_elements(program, node):
@@ -79,13 +80,6 @@ def _spread_grouped(program: Program, region: Region, grouped: set[int]) -> None
             alike = {value for value in (*node.inputs, *node.outputs) if program.part_of(value) == shape}
             if alike & grouped:
                 grouped |= alike
-
-
-def _look_through(program: Program, node: Node, seen_through: dict[int, int]) -> None:
-    if node.kind is Kind.VIEW and len(node.inputs) == 1:
-        (value,), (view,) = node.inputs, node.outputs
-        if program.shapes[value] == program.shapes[view]:
-            seen_through[view] = seen_through.get(value, value)
 
 
 def _groups_features(program: Program, node: Node) -> bool:

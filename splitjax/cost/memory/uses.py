@@ -3,6 +3,8 @@ stored on a TPU: rounded to two bytes an element, or as the bits of a comparison
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -32,7 +34,8 @@ class Uses:
                 self._users.setdefault(value, []).append(node)
 
     def readers_of(self, value: int) -> list[Node] | None:
-        """Returns the readers of a value through views; None where a result of a region reads it."""
+        """Returns the readers of a value through views, a loop or branch that hands it on among them; None where it is
+        a result of the step, or nothing reads it."""
         readers: list[Node] = []
         for user in self._users.get(value, ()):
             if user.kind is Kind.VIEW:
@@ -56,33 +59,40 @@ class Uses:
 
     def itemsize(self, value: int) -> int:
         """Returns the bytes in which an element is stored where products round what they read: two of four where they
-        alone read it, and sums, which are computed in the loop that makes it."""
+        alone read it, and reductions, which are computed in the loop that makes it."""
         itemsize, maker = self._program.itemsizes[value], self.makers.get(value)
         if itemsize != 4 or maker is None:
             return itemsize
         if maker.kind is not Kind.LOOP and maker.name != "gather" and not is_product(maker):
             return itemsize
-        is_summed = lambda reader: maker.kind is Kind.LOOP and reader.name.startswith("reduce_")
-        readers = [reader for reader in self.readers_of(value) or () if not is_summed(reader)]
+        is_reduced = lambda reader: maker.kind is Kind.LOOP and is_reduction(reader)
+        readers = [reader for reader in self.readers_of(value) or () if not is_reduced(reader)]
         return 2 if readers and all(map(_rounds, readers)) else itemsize
 
-    def follows_product(self, node: Node) -> bool:
-        """Whether a loop is all that reads a product, or loops that are all that read one, but for comparisons, whose
-        bits are stored: the product then computes it."""
-        for value in node.inputs:
-            maker = self.maker_behind(value)
-            if maker is None or maker.name.startswith("reduce_") or maker.name in ("sort", "concatenate"):
-                continue
-            readers = self.readers_of(maker.outputs[0])
-            if readers is None or any(each is not node and each.name not in _COMPARES for each in readers):
-                continue
-            if is_product(maker) or maker.kind is Kind.LOOP and self.follows_product(maker):
-                return True
-        return False
+    @functools.cached_property
+    def following(self) -> frozenset[Node]:
+        """The loops that are all that reads a product, or another of them, but for comparisons, whose bits are stored:
+        the product computes them."""
+        found: set[Node] = set()
+        for node in _nodes(self._program.body):  # in their order: what a node reads is made before it
+            if node.kind is Kind.LOOP and any(self._is_followed(maker, node, found) for maker in self._makers_of(node)):
+                found.add(node)
+        return frozenset(found)
+
+    def _makers_of(self, node: Node) -> list[Node]:
+        return [maker for maker in map(self.maker_behind, node.inputs) if maker is not None]
+
+    def _is_followed(self, maker: Node, node: Node, following: set[Node]) -> bool:
+        """Whether a product that a `maker` is, or computes it, computes a `node` too that reads what it makes."""
+        if not is_product(maker) and (maker not in following or is_reduction(maker)):
+            return False
+        readers = None if maker.name in ("sort", "concatenate") else self.readers_of(maker.outputs[0])
+        return readers is not None and all(each is node or each.name in _COMPARES for each in readers)
 
     def compared_products(self) -> set[int]:
         """Returns the results of comparisons of what products make, such as a rectifier's of its operand, where else
-        only what products read is made of it: the comparison is stored, with the other, and not what is compared."""
+        only what products read is made of it: the comparison is stored, with the other, and not what is compared. Only
+        loops over elements read such a result, and no loop or branch hands it on."""
         return {
             result for node in _nodes(self._program.body) if self._compares_product(node) for result in node.outputs
         }
@@ -92,12 +102,19 @@ class Uses:
             return False
         elements = lambda made: self._program.bytes_of(made) // self._program.itemsizes[made]
         (result,) = node.outputs
-        whole = [maker for maker in map(self.maker_behind, node.inputs) if maker is not None]
-        whole = [maker for maker in whole if elements(maker.outputs[0]) >= elements(result)]
-        if len(whole) != 1 or not (is_product(whole[0]) or self.follows_product(whole[0])):
+        whole = [value for value in node.inputs if elements(value) >= elements(result) and not self._is_spread(value)]
+        maker = self.maker_behind(whole[0]) if len(whole) == 1 else None
+        if maker is None or is_reduction(maker) or not (is_product(maker) or maker in self.following):
             return False
-        readers = self.readers_of(whole[0].outputs[0]) or ()
-        return all(reader.name in _COMPARES or self._is_rounded(reader) for reader in readers)
+        using, readers = self.readers_of(result), self.readers_of(maker.outputs[0])
+        if using is None or readers is None or any(reader.kind is not Kind.LOOP for reader in using):
+            return False
+        return all(each.name in _COMPARES or self._is_rounded(each) for each in readers)
+
+    def _is_spread(self, value: int) -> bool:
+        """Whether a value repeats a smaller one."""
+        maker = self.maker_behind(value)
+        return maker is not None and (maker.kind is Kind.MADE or maker.name == "broadcast_in_dim")
 
     def _is_rounded(self, node: Node) -> bool:
         """Whether a loop over elements is read by products alone, which round it."""
@@ -107,6 +124,11 @@ class Uses:
 
 def _nodes(region: Region) -> list[Node]:
     return [each for node in region.nodes for each in (*(n for inner in node.regions for n in _nodes(inner)), node)]
+
+
+def is_reduction(node: Node) -> bool:
+    """Whether a node sums elements, or takes the largest of them and the like: no window's, and not between devices."""
+    return node.kind is Kind.LOOP and node.name.startswith("reduce_")
 
 
 def is_product(node: Node) -> bool:

@@ -55,6 +55,11 @@ class Machine:
         return self.target.kind.platform
 
     @property
+    def device_kind(self) -> str:
+        """The kind of its devices, such as `tpu:v5e`; "" of a machine that was measured."""
+        return "" if self.target is None else self.target.kind.name
+
+    @property
     def call_seconds(self) -> float:
         """What a step takes beside what its device does."""
         return self.calibration.call_seconds if self.calibration is not None else 0.0
