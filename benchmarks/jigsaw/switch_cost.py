@@ -34,16 +34,13 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     rows = []
     for name in MODELS:
         for depth in (0, 1):
-            if not alone.get((name, depth)) or not after.get((name, depth)):
-                continue
-            same, other = (statistics.median(times[name, depth]) for times in (alone, after))
             rows.append(
                 [
-                    name, "full" if depth == 0 else "half", f"{1000 * same:.1f}", f"{1000 * other:.1f}",
-                    f"{1000 * (other - same):+.1f}", f"{(other - same) / same:+.1%}",
-                    f"{len(alone[name, depth])}, {len(after[name, depth])}",
+                    name,
+                    "full" if depth == 0 else "half",
+                    *lost(alone.get((name, depth), []), after.get((name, depth), [])),
                 ]
-            )  # fmt: skip
+            )
     lines = [
         (
             "The jobs of the part on real execution, two workers each on two devices of one core, through Ray. A task's"
@@ -51,9 +48,21 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             " devices to itself; *after another*: all four jobs at once, tasks that came right after another job's"
             f" on the device. Medians over {1 if quick else ROUNDS} rounds. A switch here is between processes on one"
             " core: caches are filled anew, and the one process sleeps and the other wakes; no weights move, as all"
-            f" stay in the machine's memory. {load}"
+            " stay in the machine's memory. *none*: no task of the kind came so, as of a job whose workers the policy"
+            f" folds onto one device, which follow each other there. {load}"
         ),
         "",
         *table(["job", "depth", "after itself, ms", "after another, ms", "switch, ms", "of a task", "tasks"], rows),
     ]
     return Section("What a switch costs, really", lines, [])
+
+
+def lost(same: list[float], other: list[float]) -> list[str]:
+    """Gives the cells of a kind of task: medians of the seconds after the job's own tasks and after another job's,
+    their difference, its share, and how many tasks there were of each."""
+    medians = [statistics.median(seconds) if seconds else None for seconds in (same, other)]
+    shown = ["none" if median is None else f"{1000 * median:.1f}" for median in medians]
+    if medians[0] is None or medians[1] is None:
+        return [*shown, "", "", f"{len(same)}, {len(other)}"]
+    lost = medians[1] - medians[0]
+    return [*shown, f"{1000 * lost:+.1f}", f"{lost / medians[0]:+.1%}", f"{len(same)}, {len(other)}"]

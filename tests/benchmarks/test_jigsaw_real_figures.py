@@ -12,6 +12,7 @@ import pytest
 from benchmarks.jigsaw.jobs import BegunOnce, ByAssignment
 from benchmarks.jigsaw.lasting import Beginning, Lasting, LastingEngine, LastingTask
 from benchmarks.jigsaw.real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _full_profile, _profile
+from benchmarks.jigsaw.switch_cost import lost
 from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, Place, TaskRecord, ThreadEngine, execute
 from splitjax.schedule.model.jobs import DEVICE, NETWORK, STORAGE
 from tests.schedule.toys import Toy
@@ -258,3 +259,16 @@ def test_a_profile_of_full_depth_is_from_runs_at_full_depth():
     assert full.task_seconds(0) == pytest.approx(0.18) and full.forward_seconds == pytest.approx(0.06)
     assert full.depths[1].backward_seconds == pytest.approx(0.06) and full.switch_seconds == 0.007
     assert full.exposed_seconds == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize(
+    ("same", "other", "cells"),
+    [
+        ([0.1, 0.2, 0.3], [0.25], ["200.0", "250.0", "+50.0", "+25.0%", "3, 1"]),
+        ([0.1], [], ["100.0", "none", "", "", "1, 0"]),
+        ([], [0.1], ["none", "100.0", "", "", "0, 1"]),
+    ],
+)
+def test_a_kind_without_tasks_after_others_says_so(same, other, cells):
+    """A folded job's workers follow each other on their device: the table has its row all the same."""
+    assert lost(same, other) == cells
