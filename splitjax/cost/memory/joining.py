@@ -64,77 +64,97 @@ def joined(kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: Iterable[i
     """Returns the kernels that steps in program order become.
 
     **Arguments:** `sizes`: bytes by buffer. `kept`: buffers that are read behind the last step."""
-    readers: dict[int, set[int]] = {}
-    beside = {kernel.number for kernel in kernels if kernel.is_beside}
+    groups = _Groups(kernels, sizes, set(kept))
     for kernel in kernels:
-        for buffer in kernel.reads:
-            readers.setdefault(buffer, set()).add(kernel.number)
-    kept = set(kept)
-    groups: list[list[Kernel]] = []
-    place: dict[int, int] = {}  # buffer -> the group that writes it
-    read_by: dict[int, list[int]] = {}  # buffer -> the groups that read it, in their order
-    for kernel in kernels:
-        found = _group_for(kernel, groups, place, read_by, sizes, readers, beside, kept)
+        groups.add(kernel)
+    return [_merged(group, groups.readers, groups.kept) for group in groups.groups]
+
+
+class _Groups:
+    """Holds the kernels so far, each as the steps that it does.
+
+    **Attributes:** `groups`: the kernels, in program order. `readers`: by buffer, the numbers of the steps that read
+    it. `kept`: buffers that are read behind the last step."""
+
+    def __init__(self, kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: set[int]) -> None:
+        self.groups: list[list[Kernel]] = []
+        self.kept: set[int] = kept
+        self.readers: dict[int, set[int]] = {}
+        for kernel in kernels:
+            for buffer in kernel.reads:
+                self.readers.setdefault(buffer, set()).add(kernel.number)
+        self._sizes = sizes
+        self._beside = {kernel.number for kernel in kernels if kernel.is_beside}
+        self._place: dict[int, int] = {}  # buffer -> the group that writes it
+        self._read_by: dict[int, list[int]] = {}  # buffer -> the groups that read it, in their order
+
+    def add(self, kernel: Kernel) -> None:
+        """Adds a step to the kernel that it joins, or as one of its own."""
+        found = self._group_for(kernel)
         if found is None:
-            found = len(groups)
-            groups.append([])
-        groups[found].append(kernel)
-        place |= dict.fromkeys(kernel.writes, found)
+            found = len(self.groups)
+            self.groups.append([])
+        self.groups[found].append(kernel)
+        self._place |= dict.fromkeys(kernel.writes, found)
         for buffer in kernel.reads:
-            numbers = read_by.setdefault(buffer, [])
-            place_of = bisect.bisect_left(numbers, found)
-            if place_of == len(numbers) or numbers[place_of] != found:
-                numbers.insert(place_of, found)
-    return [_merged(group, readers, kept) for group in groups]
+            numbers = self._read_by.setdefault(buffer, [])
+            position = bisect.bisect_left(numbers, found)
+            if position == len(numbers) or numbers[position] != found:
+                numbers.insert(position, found)
 
+    def _near(self, kernel: Kernel, domain: Domain) -> list[int]:
+        """Returns the groups that a step may join, the last first: what makes an array that it reads, or reads a large
+        one that it reads too."""
+        ready = max((self._place[buffer] for buffer in kernel.reads if buffer in self._place), default=-1)
+        earliest = max(ready, len(self.groups) - _NEAR, 0)
+        large = [self._read_by.get(buffer, ()) for buffer in kernel.reads if self._sizes[buffer] >= domain.elements]
+        near = {number for numbers in large for number in numbers[bisect.bisect_left(numbers, earliest) :]}
+        return sorted(near | {ready} if ready >= earliest else near, reverse=True)
 
-def _group_for(
-    kernel: Kernel,
-    groups: Sequence[Sequence[Kernel]],
-    place: Mapping[int, int],
-    read_by: Mapping[int, Sequence[int]],
-    sizes: Mapping[int, int],
-    readers: Mapping[int, set[int]],
-    beside: set[int],
-    kept: set[int],
-) -> int | None:
-    domain = kernel.domain
-    if domain is None or domain.is_product:
-        return None
-    ready = max((place[buffer] for buffer in kernel.reads if buffer in place), default=-1)
-    # Only what makes an array that the step reads, or reads a large one that it reads too, can be joined.
-    large = [read_by.get(buffer, ()) for buffer in kernel.reads if sizes[buffer] >= domain.elements]
-    earliest = max(ready, len(groups) - _NEAR, 0)
-    near = {number for numbers in large for number in numbers[bisect.bisect_left(numbers, earliest) :]}
-    for number in sorted(near | {ready} if ready >= earliest else near, reverse=True):
-        group = groups[number]
-        first = group[0].domain
-        if first is None:
-            continue
-        made = {buffer: each for each in group for buffer in each.writes if buffer in kernel.reads}
-        if first.is_product:
-            others = sum(size for buffer, size in kernel.reads.items() if buffer not in made)
-            alone = all(readers[buffer] - beside <= {kernel.number} and buffer not in kept for buffer in made)
-            alone = alone or kernel.is_beside
-            follows = [each for each in group[1:] if not each.is_beside]
-            whole = sum(sizes[buffer] for buffer in made)
-            if not (follows and not kernel.is_beside) and made and alone and not domain.axes and others * 8 <= whole:
+    def _group_for(self, kernel: Kernel) -> int | None:
+        domain = kernel.domain
+        if domain is None or domain.is_product:
+            return None
+        for number in self._near(kernel, domain):
+            group = self.groups[number]
+            first = group[0].domain
+            if first is None:
+                continue
+            made = {buffer: each for each in group for buffer in each.writes if buffer in kernel.reads}
+            if first.is_product:
+                if self._follows(kernel, domain, group, made):
+                    return number
+                continue
+            if first.elements != domain.elements:
+                continue
+            is_softmax = any(each.domain is not None and each.domain.is_row_max for each in group)
+            if not is_softmax:
+                # A loop goes on from what another makes of the same element, not from sums.
+                if any(each.domain is None or each.domain.axes for each in made.values()):
+                    continue
+                sums = {each.domain.axes for each in group if each.domain is not None and each.domain.axes}
+                if domain.axes and sums - {domain.axes}:
+                    continue
+            shared = {buffer for each in group for buffer in each.reads} & set(kernel.reads)
+            if made or any(self._sizes[buffer] >= domain.elements for buffer in shared):
                 return number
-            continue
-        if first.elements != domain.elements:
-            continue
-        is_softmax = any(each.domain is not None and each.domain.is_row_max for each in group)
-        if not is_softmax:
-            # A loop goes on from what another makes of the same element, not from sums.
-            if any(each.domain is None or each.domain.axes for each in made.values()):
-                continue
-            sums = {each.domain.axes for each in group if each.domain is not None and each.domain.axes}
-            if domain.axes and sums - {domain.axes}:
-                continue
-        shared = {buffer for each in group for buffer in each.reads} & set(kernel.reads)
-        if made or any(sizes[buffer] >= domain.elements for buffer in shared):
-            return number
-    return None
+        return None
+
+    def _follows(self, kernel: Kernel, domain: Domain, group: Sequence[Kernel], made: Mapping[int, Kernel]) -> bool:
+        """Whether a product computes a loop over elements, too, that reads what the product's `group` has `made`:
+        nothing else reads it, but for what is compared beside, and the loop reads little besides."""
+        if not made or domain.axes:
+            return False
+        others = sum(size for buffer, size in kernel.reads.items() if buffer not in made)
+        if others * 8 > sum(self._sizes[buffer] for buffer in made):
+            return False
+        if kernel.is_beside:
+            return True
+        if any(not each.is_beside for each in group[1:]):
+            return False
+        return all(
+            self.readers[buffer] - self._beside <= {kernel.number} and buffer not in self.kept for buffer in made
+        )
 
 
 def _merged(group: Sequence[Kernel], readers: Mapping[int, set[int]], kept: set[int]) -> Joined:
