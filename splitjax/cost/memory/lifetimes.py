@@ -39,7 +39,8 @@ BOUND_FACTOR_OF_MOST = 1.1
 # `tests/lower/tables/test_sparse.py`, the one such program that was looked at, and the rest is room.
 BOUND_FACTOR_WITH_ROWS = 1.6
 # The same beyond the peak of a TPU's order: 1.11 holds for all 25 cells that are not held out, and the rest is room. A
-# program takes more where the chip has room, as its compiler leaves gaps between buffers, and less where its memory is limited.
+# program takes more where the chip has room, as its compiler leaves gaps between buffers, and less where its memory is
+# limited.
 BOUND_FACTOR_ON_TPUS = 1.16
 # By order, the order whose peak is bounded, and by which factor.
 _BOUNDS = {
