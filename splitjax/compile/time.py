@@ -33,7 +33,8 @@ def program_time(recipe: Recipe, entry: CompiledEntry, on: On, layered: bool = F
     of another number of devices is taken as it is: the mesh may be larger than what could be measured."""
     mesh = entry.plan.mesh
     machine = _machine(on, dict(mesh.axes), f"{recipe.name}.time(on=)")
-    # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices.
+    # The kernels are those of the machine's own compiler, which need not be that of the mesh's devices. A machine that
+    # was measured does not say its kind: where its platform is the mesh's, it is taken for the mesh's kind.
     placed = placed_program(recipe, entry, "time")
     if machine.platform != placed.platform or machine.device_kind:
         placed = dataclasses.replace(placed, platform=machine.platform, device_kind=machine.device_kind)

@@ -49,8 +49,8 @@ class Tiling(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Along:
-    """Says that two of these `dims` lie along lanes and sublanes, in either order: a product with batch dims reads and
-    writes arrays so whose batch dims do not."""
+    """Says that two of these `dims` lie along lanes and sublanes, in either order. A product with batch dims reads and
+    writes arrays so: its batch dims lie along neither."""
 
     dims: tuple[int, ...]
 

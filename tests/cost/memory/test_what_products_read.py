@@ -17,6 +17,7 @@ from splitjax.cost.memory.compilers import TPU, TPU_V5E, compiler_of
 from splitjax.cost.memory.joining import Domain, Kernel, joined
 from splitjax.cost.memory.lifetimes import PlacedProgram, predict_timeline
 from splitjax.cost.memory.tiles import Along, tiled_bytes
+from splitjax.cost.time import predict_time
 from tests.cost.memory.on_a_gpu import temporaries
 
 V5E = "TPU v5 lite"
@@ -303,6 +304,23 @@ def test_steps_are_joined_wherever_they_share_an_array():
     assert (0, 300) in [each.numbers for each in joined(near, sizes, [])]
     far = [loop(0, 0, 1), *(other(k) for k in range(1, 450)), loop(450, 0, 2)]
     assert (0, 450) not in [each.numbers for each in joined(far, sizes, [])]
+
+
+@pytest.mark.parametrize("target", ["tpu:v5e:2x2", "tpu:v5p:2x2x1"])
+def test_the_time_of_a_step_is_that_of_the_kind_of_its_machine(target, monkeypatch):
+    """Whatever the kind of the mesh's own devices."""
+    asked = []
+
+    def predict(program, *arguments):
+        asked.append(compiler_of(program.platform, program.device_kind))
+        return predict_time(program, *arguments)
+
+    monkeypatch.setattr("splitjax.compile.time.predict_time", predict)
+    for kind in ("TPU v5", V5E):
+        mesh = AbstractMesh((4,), ("data",), abstract_device=AbstractDevice(kind, 1, "tpu"))
+        step = splitjax.parallelize(lambda state, batch: (state, batch["x"] @ state["w"]), mesh=mesh)
+        step.time({"w": f32(64, 64)}, {"x": f32(64, 64)}, on=target)
+    assert asked == [TPU_V5E if "v5e" in target else TPU] * 2
 
 
 @pytest.mark.parametrize("given", ["mesh", "target"])
