@@ -14,9 +14,10 @@ from splitjax import sync
 from splitjax.errors import SyncError
 from splitjax.mesh import MeshShape
 from splitjax.report.hlo import compiled_collectives
+from splitjax.sync.costs.codes import BITMAP, NUMBERS, IdCode
 from splitjax.sync.costs.contributors import ON_HOST, contributors, holders_on_host
 from splitjax.sync.local import rounded_away
-from splitjax.sync.routes import ON_DEVICES, _rows_of_pairs
+from splitjax.sync.routes import ON_DEVICES, _rows_of_pairs, _united
 
 NUM_ROWS, WIDTH, LOOKUPS, WORKERS = 60, 4, 12, 4
 
@@ -244,4 +245,28 @@ def test_rows_of_pairs_are_counted_whether_or_not_workers_fit_into_a_word(n):
     found = _rows_of_pairs(jnp.asarray(words), jnp.asarray(slots), jnp.asarray(owner, jnp.int32))
     np.testing.assert_array_equal(
         found, [[np.sum(has[worker] & (owner == one)) for one in range(n)] for worker in range(n)]
+    )
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 64), (5, 100), (32, 96), (40, 100)])
+@pytest.mark.parametrize("union", [40, 110])
+def test_sets_that_come_as_bitmaps_are_united_like_lists(n, size, union):
+    """Up to 32 workers' bitmaps are not read into lists; what comes out is the same, also where it has no room."""
+    rng = np.random.default_rng(n)
+    has = rng.random((n, size)) < 1 / np.arange(1, size + 1) ** 0.4
+    lists = np.full((n, size), size, np.int32)
+    for worker in range(n):
+        rows = np.flatnonzero(has[worker])
+        lists[worker, : rows.size] = rows
+    words = np.packbits(np.pad(has, ((0, 0), (0, -size % 32))), axis=1, bitorder="little").view(np.uint32)
+    unite = jax.jit(lambda code, written: dataclasses.astuple(_united(code, written, union))[:3], static_argnums=0)
+    of_bits = unite(IdCode(BITMAP, size, size), jnp.asarray(words))
+    of_lists = unite(IdCode(NUMBERS, size, size), jnp.asarray(lists))
+    for ours, theirs in zip(of_bits, of_lists, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    expected = np.flatnonzero(has.any(axis=0))
+    assert of_bits[1] == expected.size
+    np.testing.assert_array_equal(of_bits[0][: expected.size], expected[:union])
+    np.testing.assert_array_equal(
+        np.asarray(of_bits[2])[np.arange(n) // 32, :1] >> (np.arange(n) % 32)[:, None] & 1, has[:, expected[:1]]
     )
