@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 import time
+from typing import Any
 
 from benchmarks._common import virtual_devices
 from benchmarks.planner.cells import CPU, Cell, every_cell
@@ -19,8 +20,9 @@ from benchmarks.planner.cells import CPU, Cell, every_cell
 MEMORY_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
-def compiled_memory(cell: Cell, limit_mib: int | None = None) -> dict[str, float | str]:
-    """What the compiler of a cell's target says, in bytes a device, and the seconds that it took.
+def compiled_memory(cell: Cell, limit_mib: int | None = None) -> dict[str, Any]:
+    """What the compiler of a cell's target says, in bytes a device, and the seconds that it took; of a TPU also
+    `vector`, the most that lies in the cores' vector memory at any moment, as its program shows.
 
     **Arguments:** `limit_mib`: what a TPU's compiler may use; None for what the chip has."""
     from benchmarks.planner.steps import made
@@ -31,7 +33,18 @@ def compiled_memory(cell: Cell, limit_mib: int | None = None) -> dict[str, float
     compiled = step.lower(*arguments).compile(compiler_options=MEMORY_SCHEDULER if cell.target == CPU else options)
     sizes = compiled.memory_analysis()
     found = {name: getattr(sizes, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
-    return {**found, "peak": sizes.peak_memory_in_bytes, "seconds": round(time.perf_counter() - started, 2)}
+    found = {**found, "peak": sizes.peak_memory_in_bytes, "seconds": round(time.perf_counter() - started, 2)}
+    return {**found, "vector": vector_bytes(compiled)} if cell.target.startswith("tpu") else found
+
+
+def vector_bytes(compiled: Any) -> int | None:
+    """The most that a program for a TPU keeps in the cores' vector memory; None where that is not known."""
+    from splitjax import _compat
+    from splitjax.report.memory.vector import vector_memory_bytes
+    from splitjax.report.wire import read_module
+
+    (data,) = _compat.serialized_modules(compiled)
+    return vector_memory_bytes(read_module(data))
 
 
 def _asked(name: str) -> tuple[Cell, int | None]:

@@ -81,6 +81,8 @@ def memory_rows(report: Report) -> tuple[tuple[str, str, str, str], ...]:
         ]
         if compiled.peak_bytes is not None:
             theirs.append(("peak by the backend", compiled.peak_bytes))
+        if compiled.vector_bytes is not None:
+            theirs.append(("in VMEM, at most at a time", compiled.vector_bytes))
     size = lambda number: "" if number is None else bytes_text(number)
     pairs = itertools.zip_longest(mine, theirs, fillvalue=("", None))
     rows = ((name, size(number), beside, size(other)) for (name, number), (beside, other) in pairs)

@@ -21,6 +21,7 @@ from splitjax.plan import Collective, Compute, Memory, Plan, Purpose
 from splitjax.report.attribute import ReportedCollective, attribute
 from splitjax.report.depths import ReportedDepth, read_depths
 from splitjax.report.hlo import CompiledCollective
+from splitjax.report.memory.vector import vector_memory_bytes
 from splitjax.report.parts import CompiledWorkers, read_parts
 from splitjax.report.products.flops import read_flops
 from splitjax.trace.graph import Graph
@@ -42,6 +43,8 @@ class CompiledMemory:
     - `alias_bytes`: the part of the results that is written over arguments (donated states).
     - `peak_bytes`: the backend's own figure for the highest use; None where it gives none. On a CPU it is only the
       arguments, on a TPU it is the figure to trust.
+    - `vector_bytes`: of a TPU, the most that lies in the cores' own memory (VMEM) at any moment, which the backend's
+      figure for the peak counts with it and the others do not; None elsewhere, and where it is not known.
     """
 
     argument_bytes: int
@@ -49,6 +52,7 @@ class CompiledMemory:
     output_bytes: int
     alias_bytes: int
     peak_bytes: int | None = None
+    vector_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -227,7 +231,10 @@ def make_report(
     """
     parts = read_parts(compiled, plan, argument_names)
     collectives, missing = attribute(parts, plan, graph)
-    memory = ReportMemory(plan.memory, CompiledMemory.of(compiled))
+    needed = CompiledMemory.of(compiled)
+    if needed is not None and platform == "tpu" and len(parts) == len(parts[0].modules) == 1:
+        needed = dataclasses.replace(needed, vector_bytes=vector_memory_bytes(parts[0].modules[0]))
+    memory = ReportMemory(plan.memory, needed)
     return Report(
         step,
         plan.mesh,

@@ -47,11 +47,18 @@ class Shape:
     - `element_type`: the number of `xla.PrimitiveType`.
     - `dims`: the sizes of the array's dims.
     - `members`: of a tuple, the shapes in it; empty for an array.
+    - `minor_to_major`: the array's dims in the order in which they lie in memory, the innermost first; empty where
+      that is not said.
+    - `tile`: what the innermost dims are filled up to multiples of, the innermost last; empty where they are not.
+    - `memory_space`: the memory that it lies in; 0 for the main one.
     """
 
     element_type: int
     dims: tuple[int, ...]
     members: tuple[Shape, ...] = ()
+    minor_to_major: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    memory_space: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +261,16 @@ def shape_of(fields: Message, depth: int = 0) -> Shape:
     if depth > _MAX_DEPTH:
         raise WireError(f"shapes are nested deeper than {_MAX_DEPTH}")
     members = tuple(shape_of(member, depth + 1) for member in messages_at(fields, 4))
-    return Shape(number_at(fields, 2), numbers_at(fields, 3), members)
+    layout = message_at(fields, 5)
+    tiles = messages_at(layout, 6)
+    return Shape(
+        number_at(fields, 2),
+        numbers_at(fields, 3),
+        members,
+        numbers_at(layout, 1),
+        numbers_at(tiles[0], 1) if tiles else (),
+        number_at(layout, 8),
+    )
 
 
 def _groups(fields: Message) -> GroupList:

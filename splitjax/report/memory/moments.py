@@ -55,6 +55,10 @@ class Moments:
                 self._users.setdefault(operand, []).append(instruction)
         self._root_ends[computation.root] = len(self.operations)
 
+    def last_of(self, number: int) -> int:
+        """Returns the moment behind the last one of an instruction that is laid out; of a loop, where it ends."""
+        return self._at[number][1]
+
     def span(self, location: Location) -> tuple[int, int] | None:
         """Returns the moment at which what an instruction gives is made, and the one behind that at which it is read
         last; None for an instruction that has no place in the order, such as one within a fusion."""

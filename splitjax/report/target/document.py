@@ -60,6 +60,8 @@ def memory_rows(check: TargetCheck) -> tuple[tuple[str, str, str], ...]:
     ]
     if on_tpu and theirs is not None and theirs.peak_bytes is not None:
         rows.append(("peak by the compiler, VMEM among it", None, theirs.peak_bytes))
+    if theirs is not None and theirs.vector_bytes is not None:
+        rows.append(("in VMEM, at most at a time", None, theirs.vector_bytes))
     size = lambda number: "" if number is None else bytes_text(number)
     return tuple((name, size(predicted), size(compiled)) for name, predicted, compiled in rows)
 

@@ -29,3 +29,19 @@ def test_a_third_of_a_targets_cells_is_held_out(target):
     cells = [cell for cell in every_cell() if cell.target == target]
     assert len({cell.name for cell in cells}) == len(cells) >= 36
     assert 0.2 < sum(cell.is_held_out for cell in cells) / len(cells) < 0.5
+
+
+def test_main_memory_is_told_apart_where_vector_memory_is_known():
+    def cell(name, peak, vector, held_out=True):
+        return {
+            "cell": name, "held_out": held_out, "total_bytes": peak, "estimate_bytes": 1000 * 2**20,
+            "argument_bytes": 10, "bound_bytes": 1200 * 2**20, "sum_bytes": peak, "taken_bytes": peak, "seconds": 0.1,
+            "compiled": {"argument": 10, **({} if vector is None else {"vector": vector})},
+        }  # fmt: skip
+
+    page = lambda *cells: "\n".join(lines_of({"header": "", "notes": [], "cells": cells}))
+    known = page(cell("a", 1000 * 2**20, 0), cell("b", 1050 * 2**20, 50 * 2**20), cell("c", 1100 * 2**20, 300 * 2**20))
+    # Of HBM alone 1000, 1000 and 800 MiB, where 1000 are expected and 1200 are the bound.
+    assert "| held out | 0.0% | 25.0% | 25.0% | 20.0% |" in known
+    assert "| c | held out | 1100.0 | 300.0 | 1000.0 | -9.1% | 1100.0 | 1200.0 |" in known
+    assert "VMEM" not in page(cell("a", 1000 * 2**20, 0), cell("b", 1050 * 2**20, None))

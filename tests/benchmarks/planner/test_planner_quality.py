@@ -15,7 +15,7 @@ TURNS = {
 def cell(model, ratio, high, **more):
     return {
         "where": "loopback", "model": model, "ratio": ratio, "low": ratio - 0.02, "high": high, "rival": "Megatron",
-        "medians": {AUTO: 0.1 * ratio, "Megatron": 0.1},
+        "medians": {AUTO: 0.1 * ratio, "Megatron": 0.1}, "seconds": {AUTO: [0.1 * ratio] * 45},
         "chosen": {"rules": "auto", "mesh": "data=2", "predicted": 0.1},
         **more,
     }  # fmt: skip
@@ -49,7 +49,7 @@ def test_goals():
     }  # fmt: skip
     assert all(is_met(stored).values())
     assert "llama" not in "\n".join(lines_of(stored)).split("## Time")[0]
-    assert "### loopback\n\n- a machine\n" in "\n".join(lines_of(stored))
+    assert "### loopback\n\n- a machine\n\n45 rounds.\n" in "\n".join(lines_of(stored))
     slow = {**stored, "timed": [*faster, cell("llama", 1.04, 1.05)]}
     assert not is_met(slow)["not slower"] and "(not so: llama, loopback)" in "\n".join(lines_of(slow))
     assert not is_met({**stored, "timed": faster[:2]})["faster"]
