@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks._common import quiet_tpu_compiler
 from benchmarks._kept import Page, add_options, run_part, run_parts
 
-PARTS = ("schemes", "choice", "end_to_end", "messages", "local", "big_table", "widths", "overflow")
+PARTS = ("schemes", "choice", "end_to_end", "messages", "local", "big_table", "widths", "overflow", "overflow_time")
 TABLES = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 LINKS = ("100mbit", "200mbit", "1000mbit")
 
@@ -50,14 +50,14 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=[],
         metavar="N",
-        help="schemes, widths: 4 8 16; overflow: 4 16; messages: 4 16; end_to_end, choice: 4",
+        help="schemes, widths: 4 8 16; overflow: 4 16; messages: 4 16; end_to_end, choice, overflow_time: 4",
     )
     parser.add_argument(
         "--links",
         nargs="+",
         default=[],
         metavar="RATE",
-        help="schemes, messages: 100mbit; end_to_end: 100mbit 200mbit 1000mbit",
+        help="schemes, messages, overflow_time: 100mbit; end_to_end: 100mbit 200mbit 1000mbit",
     )
     parser.add_argument(
         "--tables", nargs="+", default=[], choices=TABLES, metavar="NAME", help=f"schemes: {' '.join(TABLES)}"
@@ -73,7 +73,17 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Key of a section -> what measures it. Each starts processes of its own: devices and flags are what it asks
     for."""
-    from benchmarks.sparse import big_table, choice, end_to_end, local, messages, overflow, schemes, widths
+    from benchmarks.sparse import (
+        big_table,
+        choice,
+        end_to_end,
+        local,
+        messages,
+        overflow,
+        overflow_time,
+        schemes,
+        widths,
+    )
 
     def given(workers: list[int], links: list[str]) -> argparse.Namespace:
         quick = options.quick
@@ -89,7 +99,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "end_to_end": (end_to_end, given([4], list(LINKS))), "local": (local, given([16], [])),
         "messages": (messages, given([4, 16], ["100mbit"])),
         "big_table": (big_table, given([1], [])), "widths": (widths, given([4, 8, 16], [])),
-        "overflow": (overflow, given([4, 16], [])),
+        "overflow": (overflow, given([4, 16], [])), "overflow_time": (overflow_time, given([4], ["100mbit"])),
     }  # fmt: skip
     found: dict[str, Callable[[], Any]] = {}
     for part in options.only or PARTS:

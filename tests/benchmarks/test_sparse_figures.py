@@ -10,7 +10,20 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks.sparse import big_table, choice, data, end_to_end, launch, local, overflow, schemes, ways, worker
+from benchmarks.sparse import (
+    big_table,
+    choice,
+    data,
+    end_to_end,
+    launch,
+    local,
+    overflow,
+    overflow_time,
+    overflow_worker,
+    schemes,
+    ways,
+    worker,
+)
 from benchmarks.sparse import main as sparse
 from splitjax import sync
 
@@ -397,13 +410,21 @@ def test_every_scheme_that_auto_chooses_from_has_a_name_of_its_own():
     assert ways.label_of(RowExchange(ownership="hashed")) == "row_exchange, ownership=hashed"
 
 
-def test_a_run_is_charged_for_padding_fallbacks_and_steps_that_are_observed_again():
+def growing_rows(num_rows=1000):
     """Ten rows of each of two workers a step, and twelve in the last eight steps: rows of nobody else."""
-    rng, num_rows = np.random.default_rng(0), 1000
+    rng = np.random.default_rng(0)
     ids = [rng.permutation(num_rows)[:24].reshape(2, 12)[:, : 10 if step < 12 else 12] for step in range(20)]
+    return [[np.sort(worker).astype(np.int32) for worker in step] for step in ids]
+
+
+def exact(sparsity):
+    return overflow._above_largest(sparsity, lambda largest: largest)
+
+
+def test_a_run_is_charged_for_padding_fallbacks_and_steps_that_are_observed_again():
+    num_rows = 1000
     table = data.made_up("made up", "", num_rows, 8, lambda *_: None)
-    steps = [[np.sort(worker) for worker in step] for step in ids]
-    exact = lambda sparsity: overflow._above_largest(sparsity, lambda largest: largest)
+    steps = growing_rows(num_rows)
     found = overflow.run(overflow.Rule("exact", exact, 4, 2), table, steps, 40, 3)
     lossless = 1 * 40 * (32 + 4)
     # Looked for after 4, 8 and 12 steps: the first nine of 17 fit, the next three do not, then three are observed, and
@@ -417,3 +438,26 @@ def test_a_run_is_charged_for_padding_fallbacks_and_steps_that_are_observed_agai
     assert wide.sent == wide.padded + wide.fallen_back + wide.observed and wide.steps == 17
     section = overflow.report([[wide, found]], 2)
     assert "| made up | exact | 3 | 1 |" in "\n".join(section.lines) and len(section.goals) == 1
+
+
+def test_the_timed_run_falls_back_and_observes_again_where_the_counted_one_does():
+    workload = data.made_up("made up", "", 1000, 8, lambda *_: np.arange(40))
+    exchange = overflow_worker._Exchange(workload, Mesh(np.array(jax.devices()[:2]), ("data",)))
+    steps, waited = growing_rows(), []
+    run = overflow_worker.Run(overflow.Rule("exact", exact, 4, 2), exchange, steps[:3], lambda: waited.append(1))
+    for first in range(3, 20, 5):
+        run.block(steps[first : first + 5])
+    assert (run.fallbacks, len(run.building), len(run.blocks)) == (3, 1, 4)
+    assert all(seconds > 0 for seconds in (*run.blocks, *run.building)) and len(waited) == 2
+
+
+def test_timed_rules_are_compared_by_all_that_they_take():
+    took = lambda blocks, *building: {"blocks": blocks, "building": list(building), "fallbacks": 7 * len(building)}
+    one = {"by cost": took([1.0, 2.0]), "other": took([1.5, 1.0], 4.0)}
+    two = {"by cost": took([1.0, 1.5]), "other": took([1.0, 2.0], 3.0)}
+    found = overflow_time.over_workers([{"rules": one}, {"rules": two}])
+    assert found["other"] == overflow_time.Timed(3.5, 4.0, 7, 1) and found["by cost"].seconds == 3.0
+    section = overflow_time.report({"criteo": found}, {"criteo": "Criteo"}, (4, 100, "Four processes."))
+    assert "| Criteo | other | 7 | 1 | 35.0 | 40.0 | 75.0 | **2.500** |" in section.lines
+    (goal,) = section.goals
+    assert goal.ok and goal.value == 0.4
