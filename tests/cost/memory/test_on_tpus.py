@@ -90,6 +90,37 @@ def test_stacked_weights_are_converted_in_front_of_their_loop():
     assert temporaries(blocks, *arguments, platform="gpu") < 64 * 256 * 256
 
 
+def test_a_converted_stack_lies_as_the_stack_that_it_is_made_of():
+    """An argument is filled up as little as can be, along any two dims, and so is what is converted of it: of operands
+    of products with these dims an eighth of each tile would be used."""
+
+    def blocks(weights, x):
+        block = lambda x, w: (jnp.tanh(jnp.einsum("bi,hio->bo", x, w.astype(jnp.bfloat16))), None)
+        return jax.lax.scan(block, x.astype(jnp.bfloat16), weights)[0].sum()
+
+    arguments = f32(16, 64, 4096, 4), f32(8, 4096)
+    square = lambda weights, x: blocks(weights, x[:, :4096])
+    stored = [span.array for span in timeline(square, *arguments).spans if span.array.made_by == "convert"]
+    assert [array.num_bytes for array in stored] == [2 * 16 * 64 * 4096 * 4]
+
+
+@pytest.mark.parametrize(("num_arrays", "stored"), [(1, 0), (2, 2)])
+def test_what_is_made_of_one_large_array_is_weighed_by_its_full_bytes(num_arrays, stored):
+    """A loop of one array that several products read is computed in each of them. One of two arrays reads twice as much
+    as it writes, even more so in two bytes an element: it is stored for two products."""
+    elements = 512 * 4096
+
+    def products(arrays, weights):
+        hidden = sum(arrays) if len(arrays) > 1 else jnp.maximum(arrays[0], 0)
+        return sum((hidden @ weight).sum() for weight in weights)
+
+    arrays = [f32(512, 4096)] * num_arrays
+    weights = [f32(4096, 8)] * (4 if num_arrays == 1 else 2)
+    flat = lambda *leaves: products(leaves[:num_arrays], leaves[num_arrays:])
+    expected = stored * elements
+    assert expected <= temporaries(flat, *arrays, *weights, platform="tpu") < expected + 0.5 * elements
+
+
 def test_a_map_converts_its_stack_too_and_a_slice_that_is_handed_on_stays():
     mapped = lambda x, w: jax.lax.map(lambda one: x.astype(jnp.bfloat16) @ one.astype(jnp.bfloat16), w)
     arguments = f32(8, 256), f32(64, 256, 256)
@@ -157,6 +188,15 @@ def test_images_whose_features_are_grouped_are_filled_up():
     images, elements = f32(16, 64, 64, 256), 16 * 64 * 64 * 256
     assert temporaries(grouped, images, platform="tpu") >= 2 * 4 * elements
     assert temporaries(plain, images, platform="tpu") < 1.1 * 4 * elements
+
+
+def test_grouped_images_that_products_alone_read_lie_as_operands():
+    """In two bytes an element, and not filled up along their places."""
+    grouped = lambda x: jnp.sort(x, axis=0).reshape(16, 64, 64, 32, 8)
+    product = lambda x, w: jnp.einsum("nhwgc,gcd->d", grouped(x), w)
+    elements = 16 * 64 * 64 * 256
+    stored = temporaries(product, f32(16, 64, 64, 256), f32(32, 8, 128), platform="tpu")
+    assert 2 * elements <= stored < 2.5 * elements
 
 
 def on_eight(function, in_specs, out_specs, *arguments):
