@@ -171,9 +171,10 @@ def _main_memory_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
             figures = main_memory_alone(of_kind)
             rows.append([kind, *(f"{figures[name]:.1%}" for name in ("median", "p90", "worst", "above"))])
     return [
-        "The compiler's figure counts main memory (HBM) and the cores' vector memory (VMEM) together. The most that"
-        " lies in VMEM at any moment is read from the program's schedule and the layouts of its arrays. Where all of it"
-        " lies there at the peak, HBM alone has so much less, and estimate and bound, which are of HBM, are off by:",
+        "The compiler's figure counts main memory (HBM) and the cores' vector memory (VMEM) together. How much lies in"
+        " VMEM at most is read from the program's schedule and the layouts of its arrays; what an operation writes over"
+        " its operands counts twice there, up to the 128 MiB that a chip has. Where all of it lies there at the peak,"
+        " HBM alone has so much less, and estimate and bound, which are of HBM, are then off by:",
         "",
         *table(
             ["cells", "estimate against HBM alone: median error", "90th percentile", "worst", "bound above, median"],

@@ -34,17 +34,19 @@ def compiled_memory(cell: Cell, limit_mib: int | None = None) -> dict[str, Any]:
     sizes = compiled.memory_analysis()
     found = {name: getattr(sizes, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     found = {**found, "peak": sizes.peak_memory_in_bytes, "seconds": round(time.perf_counter() - started, 2)}
-    return {**found, "vector": vector_bytes(compiled)} if cell.target.startswith("tpu") else found
+    return {**found, "vector": vector_bytes(compiled, cell.target)} if cell.target.startswith("tpu") else found
 
 
-def vector_bytes(compiled: Any) -> int | None:
-    """The most that a program for a TPU keeps in the cores' vector memory; None where that is not known."""
+def vector_bytes(compiled: Any, target: str) -> int | None:
+    """The most that a program for a TPU can keep in its vector memory; None where that is not known."""
     from splitjax import _compat
+    from splitjax.machines.targets import parse_target
     from splitjax.report.memory.vector import vector_memory_bytes
     from splitjax.report.wire import read_module
 
     (data,) = _compat.serialized_modules(compiled)
-    return vector_memory_bytes(read_module(data))
+    found = vector_memory_bytes(read_module(data))
+    return None if found is None else min(found, parse_target(target).kind.fast_memory_bytes)
 
 
 def _asked(name: str) -> tuple[Cell, int | None]:

@@ -64,6 +64,7 @@ def check_on_target(
     refusal: OutOfMemory | None = None
     try:
         report = step_report(recipe, entry, entry.abstract_args, mesh.devices.flat[0], options)
+        report = _within_vector_memory(report, target.kind.fast_memory_bytes)
     except jax.errors.JaxRuntimeError as error:
         refusal = read_refusal(str(error))
         if refusal is None:
@@ -88,6 +89,15 @@ def check_on_target(
         CompilerRun(compiler, seconds, limit, options, needed, available),
         report,
     )
+
+
+def _within_vector_memory(report: Report, capacity_bytes: int) -> Report:
+    """Bounds what a report says of vector memory by what a device has of it; 0 for not known."""
+    compiled = report.memory.compiled
+    if compiled is None or compiled.vector_bytes is None or not capacity_bytes:
+        return report
+    compiled = dataclasses.replace(compiled, vector_bytes=min(compiled.vector_bytes, capacity_bytes))
+    return dataclasses.replace(report, memory=dataclasses.replace(report.memory, compiled=compiled))
 
 
 def _limit(target: Target, budget_bytes: int | None) -> int | None:

@@ -43,7 +43,7 @@ class CompiledMemory:
     - `alias_bytes`: the part of the results that is written over arguments (donated states).
     - `peak_bytes`: the backend's own figure for the highest use; None where it gives none. On a CPU it is only the
       arguments, on a TPU it is the figure to trust.
-    - `vector_bytes`: of a TPU, the most that lies in the cores' own memory (VMEM) at any moment, which the backend's
+    - `vector_bytes`: of a TPU, how much at most lies in the cores' own memory (VMEM) at any moment, which the backend's
       figure for the peak counts with it and the others do not; None elsewhere, and where it is not known.
     """
 

@@ -25,10 +25,11 @@ _NEW_PART = {
 
 
 def vector_memory_bytes(module: Module) -> int | None:
-    """Returns the most bytes that lie in vector memory at any moment of a program, 0 where nothing lies there; None
+    """Returns how many bytes at most lie in vector memory at any moment of a program, 0 where nothing lies there; None
     where XLA does not say in which order its operations run.
 
-    What kernels keep there while they run is not counted. `module`: the program, with its schedule."""
+    It is an upper bound: what an operation writes over its operands counts beside them at that moment. What kernels
+    keep there while they run is not counted. `module`: the program, with its schedule."""
     moments = Moments(module)
     if not moments.operations:
         return None
