@@ -38,7 +38,7 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
     "sparse": _by_parts(
         "sparse",
         "--data-dir {data}",
-        ("end_to_end", "schemes", "choice", "messages", "local", "big_table", "widths", "overflow"),
+        ("end_to_end", "schemes", "choice", "messages", "local", "big_table", "widths", "overflow", "overflow_time"),
     ),
     "jigsaw": _by_parts(
         "jigsaw",

@@ -177,7 +177,8 @@ def _main_memory_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
         " HBM alone has so much less, and estimate and bound, which are of HBM, are then off by:",
         "",
         *table(
-            ["cells", "estimate against HBM alone: median error", "90th percentile", "worst", "bound above, median"],
+            ["cells", "estimate against HBM alone: median error", "its 90th percentile", "its worst",
+             "bound above HBM alone, median"],
             rows,
         ),
         "",

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from splitjax._plan_json import COLLECTIVE_FORM, MEMORY_FORM, MESH_FORM, PURPOSE_FORM
-from splitjax.codec import Codec, Form, Wording, fields_of
+from splitjax.codec import Codec, Form, Wording, fields_of, without_nones
 from splitjax.display import registry
 from splitjax.errors import PlanError
 from splitjax.mesh import MeshShape
@@ -312,6 +312,7 @@ _JSON = Codec(
         Memory: MEMORY_FORM,
         Collective: COLLECTIVE_FORM,
         Purpose: PURPOSE_FORM,
+        CompiledMemory: without_nones("vector_bytes"),
         Report: Form(_written, unread=("by_op", "by_layer")),
         ReportedCollective: Form(_written_collective, _read_collective),
     },

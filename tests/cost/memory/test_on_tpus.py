@@ -95,12 +95,11 @@ def test_a_converted_stack_lies_as_the_stack_that_it_is_made_of():
     of products with these dims an eighth of each tile would be used."""
 
     def blocks(weights, x):
-        block = lambda x, w: (jnp.tanh(jnp.einsum("bi,hio->bo", x, w.astype(jnp.bfloat16))), None)
+        block = lambda x, w: (x + jnp.einsum("bi,hio->bo", x, w.astype(jnp.bfloat16)).sum(), None)
         return jax.lax.scan(block, x.astype(jnp.bfloat16), weights)[0].sum()
 
     arguments = f32(16, 64, 4096, 4), f32(8, 4096)
-    square = lambda weights, x: blocks(weights, x[:, :4096])
-    stored = [span.array for span in timeline(square, *arguments).spans if span.array.made_by == "convert"]
+    stored = [span.array for span in timeline(blocks, *arguments).spans if span.array.made_by == "convert"]
     assert [array.num_bytes for array in stored] == [2 * 16 * 64 * 4096 * 4]
 
 
@@ -188,15 +187,6 @@ def test_images_whose_features_are_grouped_are_filled_up():
     images, elements = f32(16, 64, 64, 256), 16 * 64 * 64 * 256
     assert temporaries(grouped, images, platform="tpu") >= 2 * 4 * elements
     assert temporaries(plain, images, platform="tpu") < 1.1 * 4 * elements
-
-
-def test_grouped_images_that_products_alone_read_lie_as_operands():
-    """In two bytes an element, and not filled up along their places."""
-    grouped = lambda x: jnp.sort(x, axis=0).reshape(16, 64, 64, 32, 8)
-    product = lambda x, w: jnp.einsum("nhwgc,gcd->d", grouped(x), w)
-    elements = 16 * 64 * 64 * 256
-    stored = temporaries(product, f32(16, 64, 64, 256), f32(32, 8, 128), platform="tpu")
-    assert 2 * elements <= stored < 2.5 * elements
 
 
 def on_eight(function, in_specs, out_specs, *arguments):
