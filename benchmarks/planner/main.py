@@ -126,7 +126,7 @@ def lines_of(stored: dict[str, Any]) -> list[str]:
         rows,
     )  # fmt: skip
     lines += ["", *stored["notes"], ""]
-    knows_vector = all("vector" in cell["compiled"] for cell in stored["cells"])
+    knows_vector = all(cell["compiled"].get("vector") is not None for cell in stored["cells"])
     lines += _main_memory_lines(stored["cells"]) if knows_vector else []
     lines += ["Goals that are not met are marked. Every cell, in MiB a device:", ""]
     mib = lambda count: f"{count / 2**20:.1f}"

@@ -22,7 +22,7 @@ MEMORY_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZ
 
 def compiled_memory(cell: Cell, limit_mib: int | None = None) -> dict[str, Any]:
     """What the compiler of a cell's target says, in bytes a device, and the seconds that it took; of a TPU also
-    `vector`, the most that lies in the cores' vector memory at any moment, as its program shows.
+    `vector`, how much at most lies in the cores' vector memory at any moment, as its program shows.
 
     **Arguments:** `limit_mib`: what a TPU's compiler may use; None for what the chip has."""
     from benchmarks.planner.steps import made

@@ -55,9 +55,9 @@ def padded_bytes(shape: Shape) -> int:
     """Returns the bytes of an array as it lies: its dims in the order of its layout, the innermost of them filled up to
     whole tiles."""
     order = shape.minor_to_major or tuple(reversed(range(len(shape.dims))))
-    sizes = [shape.dims[dim] for dim in order]
+    sizes = [shape.dims[dim] for dim in order if dim < len(shape.dims)]
     for place, tile in enumerate(reversed(shape.tile)):
-        if place < len(sizes):
+        if place < len(sizes) and tile > 0:  # a tile may join a dim with the next one instead
             sizes[place] = -(-sizes[place] // tile) * tile
     return math.prod(sizes) * _BITS.get(shape.element_type, 8) // 8
 
