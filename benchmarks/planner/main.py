@@ -224,7 +224,7 @@ AHEAD: dict[str, dict[str, Any]] = {
         "for": " for TPUs",
         "truth": "what is alive at the peak, as their compiler reports it ahead of time, arguments included; what lies"
         " in vector memory (VMEM) then counts with it, and is not predicted",
-        "why": "",
+        "why": ": a device would need more HBM than it has",
         "packages": (*PACKAGES, "libtpu"),
         "notes": [
             "A program *takes* more than is alive at its peak: arguments + temporaries + results that are not written"

@@ -41,7 +41,7 @@ _PASSING = frozenset(
     "async-done async-update opt-barrier".split()
 )
 # (name as JAX says it, bits) by `xla.PrimitiveType`.
-_DTYPES = {
+DTYPES = {
     1: ("bool", 8),
     2: ("int8", 8),
     3: ("int16", 16),
@@ -167,7 +167,7 @@ class _PlacedModule:
     mesh: MeshShape
 
 
-_BITS = dict(_DTYPES.values())
+_BITS = dict(DTYPES.values())
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -277,7 +277,7 @@ def _collective(
         return
     members = _members(computation, instruction, op)
     for position, (shape, member) in enumerate(members):
-        dtype = _DTYPES.get(shape.element_type, ("unknown", 8))[0]
+        dtype = DTYPES.get(shape.element_type, ("unknown", 8))[0]
         op_name, frame, direct = _cause(placed.module, computation, instruction, position, len(members))
         frames = user_lines(placed.module.frames, frame) or direct
         yield CompiledCollective(
@@ -321,7 +321,7 @@ def _flat(shape: Shape) -> Iterator[Shape]:
     if shape.members:
         for member in shape.members:
             yield from _flat(member)
-    elif shape.element_type in _DTYPES:
+    elif shape.element_type in DTYPES:
         yield shape
 
 

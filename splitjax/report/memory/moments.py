@@ -12,8 +12,8 @@ from splitjax.report.memory.assignment import Location
 from splitjax.report.wire import Computation, Instruction, Module
 
 # They hand on what is stored, or the part of it that is asked for.
-_LOOKS = frozenset("get-tuple-element tuple bitcast opt-barrier optimization-barrier".split())
-_NO_MOMENT = _LOOKS | frozenset("parameter constant after-all partition-id replica-id".split())
+LOOKS = frozenset("get-tuple-element tuple bitcast opt-barrier optimization-barrier".split())
+_NO_MOMENT = LOOKS | frozenset("parameter constant after-all partition-id replica-id".split())
 _RUNS = frozenset("while conditional call".split())
 
 
@@ -69,7 +69,7 @@ class Moments:
         for number, _ in self._looks(location):
             end = max(end, self._root_ends.get(number, 0))
             for user in self._users.get(number, ()):
-                if user.opcode not in _LOOKS:
+                if user.opcode not in LOOKS:
                     end = max(end, self._at[user.id][1])
         return start, min(end, len(self.operations))
 
@@ -80,7 +80,7 @@ class Moments:
             number, index = here = waiting.pop()
             yield here
             for user in self._users.get(number, ()):
-                if user.opcode not in _LOOKS:
+                if user.opcode not in LOOKS:
                     continue
                 if user.opcode == "tuple":
                     onward = [(user.id, (k, *index)) for k, operand in enumerate(user.operands) if operand == number]

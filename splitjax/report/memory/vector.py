@@ -11,11 +11,11 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from splitjax.report.memory.moments import Moments
+from splitjax.report.hlo import DTYPES
+from splitjax.report.memory.moments import LOOKS, Moments
 from splitjax.report.wire import Instruction, Module, Shape
 
 _VECTOR = 1  # the memory space of an array's layout; 0 is the main memory
-_BITS = {1: 8, 2: 8, 3: 16, 4: 32, 5: 64, 6: 8, 7: 16, 8: 32, 9: 64, 10: 16, 11: 32, 12: 64, 15: 64, 16: 16, 18: 128}
 # What they give lies where one of their operands lies, or where what began it put it.
 _GOES_ON = frozenset("while conditional call dynamic-update-slice async-update".split())
 # Of what begins an asynchronous operation, the part of its tuple that is new; the others are its operands.
@@ -35,7 +35,7 @@ def vector_memory_bytes(module: Module) -> int | None:
         return None
     changes = [0] * (len(moments.operations) + 1)
     for instruction in moments.instructions.values():
-        if instruction.opcode in ("parameter", "get-tuple-element", "tuple", "bitcast", "opt-barrier"):
+        if instruction.opcode == "parameter" or instruction.opcode in LOOKS:
             continue
         for index, shape in _new_arrays(instruction):
             span = moments.span((instruction.id, index)) if shape.memory_space == _VECTOR else None
@@ -59,7 +59,7 @@ def padded_bytes(shape: Shape) -> int:
     for place, tile in enumerate(reversed(shape.tile)):
         if place < len(sizes) and tile > 0:  # a tile may join a dim with the next one instead
             sizes[place] = -(-sizes[place] // tile) * tile
-    return math.prod(sizes) * _BITS.get(shape.element_type, 8) // 8
+    return math.prod(sizes) * DTYPES.get(shape.element_type, ("unknown", 8))[1] // 8
 
 
 def _new_arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]:
