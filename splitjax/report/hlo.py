@@ -41,7 +41,7 @@ _PASSING = frozenset(
     "async-done async-update opt-barrier".split()
 )
 # (name as JAX says it, bits) by `xla.PrimitiveType`.
-DTYPES = {
+DTYPES: dict[int, tuple[str, int]] = {
     1: ("bool", 8),
     2: ("int8", 8),
     3: ("int16", 16),

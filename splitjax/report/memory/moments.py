@@ -12,7 +12,7 @@ from splitjax.report.memory.assignment import Location
 from splitjax.report.wire import Computation, Instruction, Module
 
 # They hand on what is stored, or the part of it that is asked for.
-LOOKS = frozenset("get-tuple-element tuple bitcast opt-barrier optimization-barrier".split())
+LOOKS: frozenset[str] = frozenset("get-tuple-element tuple bitcast opt-barrier optimization-barrier".split())
 _NO_MOMENT = LOOKS | frozenset("parameter constant after-all partition-id replica-id".split())
 _RUNS = frozenset("while conditional call".split())
 

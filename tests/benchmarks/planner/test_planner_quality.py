@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.planner.quality import MODELS, fitted, is_met, lines_of, paired
+from benchmarks._common import RESULTS
+from benchmarks.planner.quality import MODELS, PAGE, fitted, is_met, lines_of, paired
 from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, contenders
 
 TURNS = {
@@ -74,3 +77,9 @@ def test_a_small_model_fits_into_nine_tenths():
     assert "mlp" in MODELS and set(found["needs"]) == set(BASELINES)
     assert found["budget"] == int(0.9 * min(found["needs"].values()))
     assert found["needed"] is not None and found["needed"] <= found["budget"]
+
+
+def test_the_page_says_what_is_stored():
+    stored = json.loads((RESULTS / f"{PAGE}.json").read_text())
+    page = (RESULTS / f"{PAGE}.md").read_text()
+    assert "\n".join(line.rstrip() for line in lines_of(stored)).rstrip() + "\n" == page
