@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitjax.cost.memory.compilers import Compiler
-from splitjax.cost.memory.hoisting import hoist_converts
 from splitjax.cost.memory.joining import Domain, Kernel, joined
 from splitjax.cost.memory.moves import add_moves
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
+from splitjax.cost.memory.rewriting import hoist_converts, slice_splits
 from splitjax.cost.memory.rows import lay_out
 from splitjax.cost.memory.schedule import Schedule, Step
 from splitjax.cost.memory.tiles import LANES, Along, Tiling, tiled_bytes
@@ -29,7 +29,7 @@ _COSTLY = frozenset(
 
 # Loops that read elements from elsewhere than they write them: they cannot work in place.
 _MOVES = frozenset(
-    "transpose transpose_operand transpose_result rev gather dynamic_slice slice pad concatenate".split()
+    "transpose transpose_operand transpose_result rev gather dynamic_slice slice slice_of_split pad concatenate".split()
 )
 # Sums and maxima of so many float32 elements are kernels of XLA's library on CPUs (YNNPACK), together with the
 # arithmetic in front of them; what else they read is stored.
@@ -40,7 +40,7 @@ _IN_PLACE = frozenset("scatter scatter-add dynamic_update_slice".split())
 # So often, at most, a loop repeats elements between dims that are stored repeated: 4 times in what was looked at.
 _FEW_TIMES = 16
 # Loops that read parts of their first operand.
-_SLICES = frozenset("slice dynamic_slice split gather".split())
+_SLICES = frozenset("slice slice_of_split dynamic_slice split gather".split())
 
 
 class Storage:
@@ -67,6 +67,7 @@ class Storage:
         if self.compiler.fills_tiles:
             self._tilings = lay_out(self.program)
         if self.compiler.fuses_operands:
+            slice_splits(self.program, self.program.body)
             for stack, narrow in hoist_converts(self.program):
                 self._tilings |= {narrow: self._tilings[stack]} if stack in self._tilings else {}
         self._uses = Uses(self.program)
@@ -102,10 +103,7 @@ class Storage:
             return self.program.bytes_of(value)
         part, full = self.program.part_of(value), self.program.itemsizes[value]
         itemsize = self._uses.itemsize(value) if is_rounded else full
-        tiling = self._tilings.get(value, Tiling.OPERAND)
-        if itemsize < full and tiling is Tiling.PLACES:  # stored for products
-            tiling = Tiling.OPERAND
-        return tiled_bytes(part, itemsize, tiling)
+        return tiled_bytes(part, itemsize, self._tilings.get(value, Tiling.OPERAND))
 
     def _is_fused(self, node: Node, region_outputs: set[int]) -> bool:
         """Whether a loop over elements is computed where it is read, and not stored."""
@@ -122,8 +120,8 @@ class Storage:
         if not all(self._reads_fused(reader, node.outputs[0], is_spread) for reader in readers):
             return False
         if self.compiler.fuses_operands and node in self._uses.following:
-            products = [reader for reader in readers if not is_reduction(reader)]
-            if products and all(map(is_product, products)):
+            others = [reader for reader in readers if not is_reduction(reader)]
+            if others and not self._widens(node) and not any(self._uses.goes_on(node, reader) for reader in others):
                 return False
         if self.compiler.fuses_operands and len(readers) > 1:
             costly = self._costly_in(node)
@@ -230,6 +228,8 @@ class Storage:
             return False
         if self.compiler.fuses_operands and (node.name == "broadcast_in_dim" or node.outputs[0] in self._bits):
             return False
+        if self.compiler.fuses_operands and self._uses.ends(node) and not self._widens(node):
+            return False
         size = math.prod(self.program.shapes[node.outputs[0]])
         large = 0
         for value in node.inputs:
@@ -237,6 +237,11 @@ class Storage:
             is_made = maker is not None and (maker.kind is Kind.MADE or maker.name == "broadcast_in_dim")
             large += math.prod(self.program.shapes[value]) >= size and not is_made
         return large <= 1
+
+    def _widens(self, node: Node) -> bool:
+        """Whether a node only converts what it reads to a wider type."""
+        itemsizes = self.program.itemsizes
+        return node.name == "convert_element_type" and itemsizes[node.outputs[0]] > itemsizes[node.inputs[0]]
 
     def _may_share(self, node: Node) -> bool:
         """Whether a node may write over what it reads."""
@@ -344,12 +349,15 @@ class Storage:
             for number, step in enumerate(steps)
         ]
         made = []
-        for each in joined(kernels, self.sizes, outputs):
+        for each in joined(kernels, self.sizes, outputs, self.compiler.fuses_operands):
             first = steps[each.numbers[0]]
             if len(each.numbers) == 1:
                 made.append(first)
                 continue
             shares = all(steps[number].shares for number in each.numbers)
+            if self.compiler.fuses_operands:  # what sums besides writes elsewhere than it reads
+                domains = [kernels[number].domain for number in each.numbers]
+                shares &= not any(domain is not None and domain.axes for domain in domains)
             made.append(
                 Step(
                     first.name, list(each.reads), list(each.writes), shares, read_bytes=dict(each.reads),

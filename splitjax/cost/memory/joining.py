@@ -7,6 +7,10 @@ Its modules for an H200, compiled ahead of time (`tests/cost/memory/test_joining
 - A softmax becomes one kernel that reads and writes its rows once (`softmax_rewriter_triton.cc`).
 - What a product's result goes through alone, such as a bias and a rectifier, is done where it is made
   (`gemm_fusion.cc`, and cuDNN's `convBiasActivationForward`).
+
+A TPU's compiler goes further with the last: such a loop is done where the product is made whatever else it reads, and
+the product waits for that. So `fusion.3` in the module of `unet/zero/256` adds the gradient of a group norm to that of
+a convolution.
 """
 
 from __future__ import annotations
@@ -60,30 +64,35 @@ class Joined:
     writes: tuple[int, ...]
 
 
-def joined(kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: Iterable[int]) -> list[Joined]:
+def joined(
+    kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: Iterable[int], ends_products: bool = False
+) -> list[Joined]:
     """Returns the kernels that steps in program order become.
 
-    **Arguments:** `sizes`: bytes by buffer. `kept`: buffers that are read behind the last step."""
-    groups = _Groups(kernels, sizes, set(kept))
+    **Arguments:** `sizes`: bytes by buffer. `kept`: buffers that are read behind the last step. `ends_products`: what
+    alone reads a product is done where that is made, whatever else it reads: the product waits for it."""
+    groups = _Groups(kernels, sizes, set(kept), ends_products)
     for kernel in kernels:
         groups.add(kernel)
-    return [_merged(group, groups.readers, groups.kept) for group in groups.groups]
+    return [_merged(group, groups.readers, groups.kept) for group in groups.groups if group]
 
 
 class _Groups:
     """Holds the kernels so far, each as the steps that it does.
 
-    **Attributes:** `groups`: the kernels, in program order. `readers`: by buffer, the numbers of the steps that read
-    it. `kept`: buffers that are read behind the last step."""
+    **Attributes:** `groups`: the kernels, in program order; a product that waits leaves an empty one. `readers`: by
+    buffer, the numbers of the steps that read it. `kept`: buffers that are read behind the last step."""
 
-    def __init__(self, kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: set[int]) -> None:
+    def __init__(
+        self, kernels: Sequence[Kernel], sizes: Mapping[int, int], kept: set[int], ends_products: bool
+    ) -> None:
         self.groups: list[list[Kernel]] = []
         self.kept: set[int] = kept
         self.readers: dict[int, set[int]] = {}
         for kernel in kernels:
             for buffer in kernel.reads:
                 self.readers.setdefault(buffer, set()).add(kernel.number)
-        self._sizes = sizes
+        self._sizes, self._ends_products = sizes, ends_products
         self._beside = {kernel.number for kernel in kernels if kernel.is_beside}
         self._place: dict[int, int] = {}  # buffer -> the group that writes it
         self._read_by: dict[int, list[int]] = {}  # buffer -> the groups that read it, in their order
@@ -92,8 +101,31 @@ class _Groups:
         """Adds a step to the kernel that it joins, or as one of its own."""
         found = self._group_for(kernel)
         if found is None:
+            product = self._ended_by(kernel) if self._ends_products else None
             found = len(self.groups)
             self.groups.append([])
+            if product is not None:
+                waiting, self.groups[product] = self.groups[product], []
+                for each in waiting:
+                    self._put(each, found)
+        self._put(kernel, found)
+
+    def _ended_by(self, kernel: Kernel) -> int | None:
+        """Returns the last product that a loop over elements alone reads, as the number of its group."""
+        if kernel.domain is None or kernel.domain.is_product or kernel.is_beside:
+            return None
+        for number in sorted({self._place[buffer] for buffer in kernel.reads if buffer in self._place}, reverse=True):
+            group = self.groups[number]
+            if len(group) != 1 or group[0].domain is None or not group[0].domain.is_product:
+                continue
+            writes = group[0].writes
+            if all(self.readers.get(each) == {kernel.number} and each not in self.kept for each in writes):
+                if any(self._sizes[each] >= kernel.domain.elements for each in writes):
+                    return number
+        return None
+
+    def _put(self, kernel: Kernel, found: int) -> None:
+        """Makes a step one of a kernel."""
         self.groups[found].append(kernel)
         self._place |= dict.fromkeys(kernel.writes, found)
         for buffer in kernel.reads:
@@ -117,7 +149,7 @@ class _Groups:
             return None
         for number in self._near(kernel, domain):
             group = self.groups[number]
-            first = group[0].domain
+            first = group[0].domain if group else None
             if first is None:
                 continue
             made = {buffer: each for each in group for buffer in each.writes if buffer in kernel.reads}

@@ -164,7 +164,7 @@ def frees_soon(
     patience: int,
 ) -> list[int]:
     """Returns an `order` in which what frees at least as much as it writes runs when it could have for `patience`
-    steps, and before the next loop or branch.
+    steps, and before the next loop or branch; before that all together that read a buffer last, too.
 
     **Arguments:** `free`: buffers that are counted elsewhere, such as arguments. The others are those of `greedy`."""
     writer = {b: i for i, step in enumerate(steps) for b in step.writes}
@@ -200,7 +200,20 @@ def frees_soon(
             if not done[k] and not waiting[k] and k not in due and not steps[k].inside and frees(k):
                 due[k] = len(settled)
 
+    def free_together() -> None:
+        """Runs the steps that can run and are all that still reads some buffer, where that frees what they write."""
+        for b, numbers in readers.items():
+            last = [k for k in numbers if not done[k]]
+            if b not in writer or not done[writer[b]] or b in free or left[b] > len(last):
+                continue
+            written = sum(sizes[each] for k in last for each in steps[k].writes if each not in free)
+            if sizes[b] >= written and not any(waiting[k] or steps[k].inside for k in last):
+                for k in last:
+                    run(k)
+
     for i in order:
+        if steps[i].inside and not done[i]:
+            free_together()
         while due and not done[i]:
             first = next(iter(due))
             if not steps[i].inside and len(settled) - due[first] < patience:

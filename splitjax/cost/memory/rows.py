@@ -1,10 +1,9 @@
 """Lays tables out in rows for a TPU, and what is gathered or summed in pieces within its tiles.
 
 An argument lies as compactly as can be; a lookup wants whole rows along the lanes, so that a table of few columns is
-copied into an array that is filled up. Images whose features are cut into groups have their places along tiles. An
-all-gather of pieces that do not begin where tiles do is laid out anew, and a reduce-scatter of such pieces is an
-all-reduce of the whole, of which each device takes its part. All of this shows in modules that libtpu compiled for the
-cells of `python -m benchmarks planner` that are not held out.
+copied into an array that is filled up. An all-gather of pieces that do not begin where tiles do is laid out anew, and a
+reduce-scatter of such pieces is an all-reduce of the whole, of which each device takes its part. All of this shows in
+modules that libtpu compiled for the cells of `python -m benchmarks planner` that are not held out.
 
 The split program comes in, with what compilers move in it (`moves`), and is changed.
 """
@@ -15,7 +14,7 @@ import math
 
 from splitjax.cost.memory.layouts import decided_layouts
 from splitjax.cost.memory.program import Kind, Node, Program, Region, look_through
-from splitjax.cost.memory.tiles import LANES, Along, Tiling, is_cut_at_tiles, tiled_bytes
+from splitjax.cost.memory.tiles import Along, Tiling, is_cut_at_tiles, tiled_bytes
 
 _SCATTERS = frozenset("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
 
@@ -24,29 +23,23 @@ def lay_out(program: Program) -> dict[int, Tiling | Along]:
     """Adds what lays out arrays of a `program`, and returns by value how it lies, where that is not as products want
     it."""
     rows: set[int] = set()
-    grouped: set[int] = set()
-    _lay_out(program, program.body, rows, grouped)
-    if grouped:
-        _spread_grouped(program, program.body, grouped)
+    _lay_out(program, program.body, rows)
     # Of a value that is several, the last one counts: arguments lie as they come.
     return {
         **decided_layouts(program),
-        **dict.fromkeys(grouped, Tiling.PLACES),
         **dict.fromkeys(rows, Tiling.ROWS),
         **dict.fromkeys(program.body.inputs, Tiling.COMPACT),
     }
 
 
-def _lay_out(program: Program, region: Region, rows: set[int], grouped: set[int]) -> None:
+def _lay_out(program: Program, region: Region, rows: set[int]) -> None:
     nodes: list[Node] = []
     laid_out: dict[int, int] = {}  # by table, the same in rows
     seen_through: dict[int, int] = {}  # by view, the value that it looks at
     for node in region.nodes:
         for inner in node.regions:
-            _lay_out(program, inner, rows, grouped)
+            _lay_out(program, inner, rows)
         look_through(program, node, seen_through)
-        if _groups_features(program, node):
-            grouped.add(seen_through.get(node.inputs[0], node.inputs[0]))
         if _picks_elements(program, node):
             node.kind = Kind.LOOP
         elif node.name == "gather":
@@ -67,29 +60,6 @@ def _lay_out(program: Program, region: Region, rows: set[int], grouped: set[int]
                 rows |= {*node.outputs, *after[0].outputs}
             nodes += after
     region.nodes[:] = nodes
-
-
-def _spread_grouped(program: Program, region: Region, grouped: set[int]) -> None:
-    """Adds to `grouped` what loops over elements make of such images, and what they make such of."""
-    for inner in (inner for node in region.nodes for inner in node.regions):
-        _spread_grouped(program, inner, grouped)
-    nodes = [node for node in region.nodes if node.kind in (Kind.LOOP, Kind.VIEW) and len(node.outputs) == 1]
-    for ordered in (nodes[::-1], nodes):
-        for node in ordered:
-            shape = program.part_of(node.outputs[0])
-            alike = {value for value in (*node.inputs, *node.outputs) if program.part_of(value) == shape}
-            if alike & grouped:
-                grouped |= alike
-
-
-def _groups_features(program: Program, node: Node) -> bool:
-    """Whether a view cuts the features of images into groups that fill no tile, as group norm does: places lie along
-    tiles then."""
-    if node.name != "reshape" or node.kind is not Kind.VIEW:
-        return False
-    before, after = program.part_of(node.inputs[0]), program.part_of(node.outputs[0])
-    rank = len(before)
-    return rank > 3 and len(after) > rank and after[: rank - 1] == before[:-1] and after[-1] < LANES
 
 
 def _picks_elements(program: Program, node: Node) -> bool:

@@ -26,13 +26,11 @@ class Tiling(enum.Enum):
     - `ROWS`: the last along the lanes, the one before along the sublanes.
     - `OPERAND`: the last along the one, the first or the one before along the other: what products and convolutions
       read and write, with their batch as the first dim and their features as the last.
-    - `PLACES`: any but the last.
     """
 
     COMPACT = "compact"
     ROWS = "rows"
     OPERAND = "operand"
-    PLACES = "places"
 
     def pairs(self, rank: int) -> Iterable[tuple[int, int]]:
         """Returns the pairs of dims, (along the lanes, along the sublanes), of an array of `rank` dims, at least 2."""
@@ -41,8 +39,6 @@ class Tiling(enum.Enum):
             return [(last, before)]
         if self is Tiling.COMPACT:
             return itertools.permutations(range(rank), 2)
-        if self is Tiling.PLACES and rank > 2:
-            return itertools.permutations(range(last), 2)
         pairs = [(last, before), (last, 0), (0, last)]
         return pairs if rank > 3 else [*pairs, (before, last)]
 

@@ -16,9 +16,9 @@ from splitjax.cost.memory.donating import in_places
 from splitjax.cost.memory.orders import depth_first, frees_soon, greedy, made_late, post_order, waits
 from splitjax.cost.memory.schedule import Schedule, Step
 
-# For how many steps what frees memory waits on a TPU: of 0, 4, 12, 40 and without end the one that is nearest to the
-# cells that are not held out. Its compiler hides latencies by moving steps apart, within such bounds.
-_PATIENCE = 40
+# For how many steps what frees memory waits on a TPU: of 4, 8, 12, 20 and 40 the one that is nearest to the cells that
+# are not held out, within the bound. Its compiler hides latencies by moving steps apart, within such bounds.
+_PATIENCE = 12
 
 Kind = tuple[Any, ...]  # what all-reduces are put together by
 

@@ -4,12 +4,15 @@ stored on a TPU: rounded to two bytes an element, or as the bits of a comparison
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 
 import jax.numpy as jnp
 from jax import lax
 
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 
+# Loops that no product computes with its result: they move elements.
+_MOVE = frozenset("slice_of_split concatenate".split())
 _COMPARES = frozenset("eq ne lt le gt ge".split())
 
 
@@ -75,19 +78,44 @@ class Uses:
         the product computes them."""
         found: set[Node] = set()
         for node in _nodes(self._program.body):  # in their order: what a node reads is made before it
-            if node.kind is Kind.LOOP and any(self._is_followed(maker, node, found) for maker in self._makers_of(node)):
+            if (
+                node.kind is Kind.LOOP
+                and node.name not in _MOVE
+                and any(self._is_followed(maker, node, found) for maker in self._makers_of(node))
+            ):
                 found.add(node)
         return frozenset(found)
+
+    def goes_on(self, node: Node, reader: Node) -> bool:
+        """Whether a product that computes a loop over elements, a `node`, computes its `reader` too."""
+        return reader in self.following and self._is_followed(node, reader, self.following)
+
+    def ends(self, node: Node) -> bool:
+        """Whether a product computes a loop over elements, a `node`, and nothing else reads what the loop reads of it:
+        that is stored nowhere then."""
+        if node not in self.following:
+            return False
+        made = [maker for maker in self._makers_of(node) if self._is_followed(maker, node, self.following)]
+        return all(reader is node for maker in made for reader in self.readers_of(maker.outputs[0]) or ())
 
     def _makers_of(self, node: Node) -> list[Node]:
         return [maker for maker in map(self.maker_behind, node.inputs) if maker is not None]
 
-    def _is_followed(self, maker: Node, node: Node, following: set[Node]) -> bool:
+    def _is_followed(self, maker: Node, node: Node, following: Set[Node]) -> bool:
         """Whether a product that a `maker` is, or computes it, computes a `node` too that reads what it makes."""
         if not is_product(maker) and (maker not in following or is_reduction(maker)):
             return False
+        if maker.name == "dot_general" and self._is_of_one(maker):
+            return False
         readers = None if maker.name in ("sort", "concatenate") else self.readers_of(maker.outputs[0])
         return readers is not None and all(each is node or each.name in _COMPARES for each in readers)
+
+    def _is_of_one(self, product: Node) -> bool:
+        """Whether one of several batch dims of a product has one element on a device. The compiler takes that dim out
+        of the product, and a view stands between it and what reads it (`fusion.659` of `mixture/fsdp/256`)."""
+        _, (batch, _) = product.params["dimension_numbers"]
+        part = self._program.part_of(product.outputs[0])[: len(batch)]
+        return len(part) > 1 and 1 in part
 
     def compared_products(self) -> set[int]:
         """Returns the results of comparisons of what products make, such as a rectifier's of its operand, where else

@@ -110,7 +110,7 @@ class _ScatteredProduct:
             specs.append(_spec(cotangent.ndim, examples, experts, out_kept))
             operands.append(cotangent)
         elif cotangent is not None:  # how it lies is not known: its first element is sent to all devices
-            operands = [weight + _nothing(cotangent).astype(weight.dtype)]
+            operands = [weight + _nothing(cotangent, num_elements=1).astype(weight.dtype)]
 
         def local(weight: jax.Array, *cotangents: jax.Array) -> jax.Array:
             for cotangent in cotangents:
@@ -243,15 +243,21 @@ def _backward(
 multiply.defvjp(_forward, _backward)
 
 
-def _nothing(value: jax.Array) -> jax.Array:
+def _nothing(value: jax.Array, num_elements: int = 2) -> jax.Array:
     """Returns a zero of which XLA cannot know that it is one: a number is not infinite and no number at once. Added to
     a stored weight, it ties the gather of the backward pass to that pass; XLA would keep what the forward pass gathered
     otherwise (an optimization barrier does not help on CPU: it is taken out before equal operations are merged). An
-    empty cotangent ties nothing."""
+    empty cotangent ties nothing.
+
+    The number is the largest of `num_elements` neighbours along the first dim that has several. Of one element, the
+    layout as an array of one, which is any, would become that of the cotangent on TPUs, and from there that of all
+    activations between convolutions (`f32[16,64,64,128]{2,1,3,0}`, filled up to twice its bytes)."""
     if not value.size:
         return jnp.zeros((), bool)
-    element = value[(0,) * value.ndim]
-    return jnp.isnan(element) & jnp.isinf(element)
+    along = next((dim for dim, size in enumerate(value.shape) if size > 1), None)
+    few = value[tuple(slice(num_elements if dim == along else 1) for dim in range(value.ndim))]
+    largest = jnp.max(few)
+    return jnp.isnan(largest) & jnp.isinf(largest)
 
 
 def _spec(rank: int, *parts: Parts) -> PartitionSpec:

@@ -45,9 +45,9 @@ def test_products_compute_what_they_read_and_round_it():
     arguments = f32(512, 256), f32(256, 4096), f32(4096, 256)
     hidden, result = 512 * 4096, 512 * 256
     assert temporaries(layers, *arguments, platform="tpu") == 2 * hidden + 4 * result
-    # A sum that reads it too needs all four bytes.
-    both = lambda x, up, down: (layers(x, up, down) + jnp.sum(jnp.sin(x @ up)),)[0]
-    assert temporaries(both, *arguments, platform="tpu") >= 4 * hidden
+    # The sum of its sines is computed where the product is made (`sine_reduce_fusion`, with 8192 rows for v5p).
+    both = lambda x, up, down: layers(x, up, down) + jnp.sum(jnp.sin(x @ up))
+    assert temporaries(both, *arguments, platform="tpu") == 2 * hidden + 4 * result + 4 * 128
 
 
 @pytest.mark.parametrize("case", ["precise", "whole numbers"])
@@ -179,14 +179,6 @@ def test_a_wide_stack_goes_when_it_is_converted():
     assert stored < 1.02 * (narrow + 2 * large), (
         "the stack of four bytes an element is not there beside the large array"
     )
-
-
-def test_images_whose_features_are_grouped_are_filled_up():
-    grouped = lambda x: jnp.sort(x, axis=0).reshape(16, 64, 64, 32, 8).max(axis=(1, 2, 4))
-    plain = lambda x: jnp.sort(x, axis=0).max(axis=(1, 2))
-    images, elements = f32(16, 64, 64, 256), 16 * 64 * 64 * 256
-    assert temporaries(grouped, images, platform="tpu") >= 2 * 4 * elements
-    assert temporaries(plain, images, platform="tpu") < 1.1 * 4 * elements
 
 
 def on_eight(function, in_specs, out_specs, *arguments):

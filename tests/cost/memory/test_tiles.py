@@ -58,8 +58,3 @@ def test_pieces_that_begin_where_tiles_do():
 @pytest.mark.parametrize("shape", [(0,), (0, 30), (0, 0), (0, 64, 64, 3)])
 def test_empty_arrays_take_nothing(shape):
     assert [tiled_bytes(shape, 4, tiling) for tiling in Tiling] == [0] * len(Tiling)
-
-
-def test_images_whose_features_are_grouped_have_places_along_tiles():
-    """`f32[16,64,64,256]{2,1,3,0:T(8,128)}`, twice its elements."""
-    assert tiled_bytes((16, 64, 64, 256), 4, Tiling.PLACES) == 4 * 16 * 64 * 128 * 256

@@ -249,19 +249,77 @@ def test_whole_tiles_that_are_put_together_are_read_where_they_are(features, is_
     assert ("concatenate" in {made for made, _, _ in found}) == is_stored
 
 
-def test_what_is_made_of_grouped_images_lies_as_they_do():
-    """Images of few examples in front of a group norm lie along their places, the convolution's result too."""
+def conv(x, kernel):
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    def normed(x, kernel):
-        dims = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims) + 1.0
-        grouped = y.reshape(16, 64, 64, 32, 8)
-        scale = jax.lax.rsqrt(jnp.square(grouped).mean(axis=(1, 2, 4)))
-        return jnp.sort((grouped * scale[:, None, None, :, None]).reshape(y.shape), axis=1)
 
-    found = stored(normed, f32(16, 64, 64, 256), f32(3, 3, 256, 256))
-    (size,) = [size for made, _, size in found if made == "conv_general_dilated"]
-    assert size == 2 * 4 * 16 * 64 * 64 * 256
+def test_a_product_waits_for_what_alone_reads_it():
+    """`fusion.3` of `unet/zero/256`: the gradient of a skip is added to that of a group norm where it is made, although
+    that is as large; its halves are read from the sum, and stored nowhere."""
+
+    def gradients(x, y, kernel, other):
+        normed = jnp.sort(conv(y, other), axis=1)
+        both = conv(x, kernel) + normed * normed.sum(axis=(1, 2), keepdims=True)
+        left, right = jnp.split(both, 2, axis=-1)
+        return jnp.sin(left).max(axis=(1, 2)), jnp.cos(right).sum(axis=(1, 2))
+
+    images, kernel = f32(32, 16, 16, 64), f32(3, 3, 64, 256)
+    found = stored(gradients, images, images, kernel, kernel)
+    whole = [made for made, shape, size in found if shape == (32, 16, 16, 256) and size == 4 * 32 * 16 * 16 * 256]
+    assert sorted(whole) == ["add", "conv_general_dilated", "sort"], "of the first convolution the sum alone"
+    assert not [made for made, *_ in found if "slice" in made or made == "split"]
+
+
+def test_pieces_that_fill_no_tile_are_stored():
+    def rotated(x, kernel):
+        left, right = jnp.split(conv(x, kernel) + jnp.sort(x, axis=1), 2, axis=-1)
+        return jnp.sort(left, axis=1), jnp.sort(right, axis=2)
+
+    found = stored(rotated, f32(32, 16, 16, 128), f32(3, 3, 128, 128))
+    assert [made for made, shape, _ in found if shape == (32, 16, 16, 64) and made == "split"]
+
+
+def test_the_end_of_a_chain_behind_a_product_is_what_is_stored():
+    """`multiply_select_fusion.5`, f32, of `llama_8b/transformer/64`: scores in two bytes an element are stored masked,
+    in four; what only widens them is done again by each reader."""
+
+    def softmax(q, k):
+        masked = jnp.einsum("bqd,bkd->bqk", q, k).astype(jnp.float32) * 0.1 + 1.0
+        return jnp.exp(masked - masked.max(axis=-1, keepdims=True)).sum(axis=-1)
+
+    def widened(q, k):
+        wide = jnp.einsum("bqd,bkd->bqk", q, k).astype(jnp.float32)
+        return jnp.exp(wide - wide.max(axis=-1, keepdims=True)).sum(axis=-1)
+
+    half = jax.ShapeDtypeStruct((4, 1024, 128), jnp.bfloat16)
+    sizes = lambda function: [size for _, shape, size in stored(function, half, half) if shape[-2:] == (1024, 1024)]
+    assert sizes(softmax) == [4 * 4 * 1024 * 1024]
+    assert sizes(widened) == [2 * 4 * 1024 * 1024]
+    # `fusion.659` of `mixture/fsdp/256`: of one example a device, the scores themselves, as they lie behind a view.
+    heads = lambda q, k: softmax(q[0], k[0])
+    of_one = lambda q, k: jax.vmap(softmax)(q, k)
+    several = jax.ShapeDtypeStruct((1, 4, 1024, 128), jnp.bfloat16)
+    found = [size for _, shape, size in stored(of_one, several, several) if shape[-2:] == (1024, 1024)]
+    assert found == [2 * 4 * 1024 * 1024]
+    assert [size for _, shape, size in stored(heads, several, several) if shape[-2:] == (1024, 1024)] == [
+        4 * 4 * 1024 * 1024
+    ]
+
+
+def test_what_sums_besides_writes_elsewhere_than_it_reads():
+    """`fusion.88` of `vgg16_imagenet/fsdp/256`, whose second result is a sum, is stored beside what it reads."""
+    images, kernel = f32(32, 16, 16, 256), f32(3, 3, 256, 256)
+
+    def alone(x, y, kernel):
+        return jnp.sort(jnp.sort(conv(x, kernel), axis=1) * jnp.sort(y, axis=1), axis=2).max(axis=(1, 2))
+
+    def with_sum(x, y, kernel):
+        both = jnp.sort(conv(x, kernel), axis=1) * jnp.sort(y, axis=1)
+        return jnp.sort(both, axis=2).max(axis=(1, 2)) + both.sum(axis=(1, 2))
+
+    size = 4 * 32 * 16 * 16 * 256
+    least = temporaries(alone, images, images, kernel, platform="tpu")
+    assert temporaries(with_sum, images, images, kernel, platform="tpu") >= least + size
 
 
 def test_gradients_of_stacked_weights_lie_as_the_weights():

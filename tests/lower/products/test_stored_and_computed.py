@@ -4,6 +4,7 @@ sends no more than one whose author wrote the shardings by hand."""
 from __future__ import annotations
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -131,3 +132,34 @@ def test_no_more_is_sent_than_by_hand_on_a_tpu(rules, sizes, store, tensor):
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     check(rules, mesh_of(sizes, devices), store, tensor)
+
+
+@pytest.mark.tpu_aot
+def test_images_lie_as_convolutions_want_them_where_weights_are_gathered_again():
+    """The gather of the backward pass is tied to one number of the cotangent. Taken as a single element it made the
+    compiler lay all images out anew between convolutions, filled up to twice their bytes."""
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    dims = ("NHWC", "HWIO", "NHWC")
+
+    def loss(params, images):
+        made = images
+        for kernel, bias in params.values():
+            made = jax.lax.conv_general_dilated(made, kernel, (1, 1), "SAME", dimension_numbers=dims) + bias
+            made = jax.nn.silu(made) if kernel.shape[-1] > 3 else made
+        return jnp.mean((made - images) ** 2)
+
+    @splitjax.parallelize(mesh=mesh, rules="fsdp")
+    def step(params, images):
+        gradients = splitjax.grad(loss)(params, images)
+        return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, gradients)
+
+    sizes = {"conv_0": (3, 128), "conv_1": (128, 128), "conv_2": (128, 3)}
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    params = {name: (f32(3, 3, *size), f32(size[-1])) for name, size in sizes.items()}
+    text = step.lower(params, f32(32, 64, 64, 3)).compile().as_text()
+    layouts = re.findall(r"f32\[8,64,64,128\]\{([\d,]+)", text)
+    assert len(re.findall(r"all-gather(?:-start)?\(", text)) > len(params), "weights are gathered again"
+    assert layouts and layouts.count("2,1,3,0") == 0

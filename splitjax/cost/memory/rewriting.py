@@ -1,12 +1,19 @@
-"""Takes out of loops what they convert of stacked arrays to narrower types: a TPU's compiler converts the stack once,
-in front of the loop, and loops that read the same stack share it. That is what modules of libtpu show (`convert` of
-`bf16[32,4096,224]` in front of both loops of LLaMA 8B); `tests/cost/memory/test_on_tpus.py` has small ones."""
+"""Rewrites a split program as a TPU's compiler does before anything is stored. Modules of libtpu show two things:
+
+- What loops convert of stacked arrays to narrower types is converted once, in front of the loop, and loops that read
+  the same stack share it (`convert` of `bf16[32,4096,224]` in front of both loops of LLaMA 8B).
+- Pieces of whole tiles into which an array is split are computed where they are read: gradients of concatenated images
+  are stored whole, and their halves read from there (`slice_add_fusion` of `unet/zero/256`).
+
+`tests/cost/memory` has small ones (`test_on_tpus.py`, `test_what_products_read.py`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
+from splitjax.cost.memory.tiles import LANES
 
 
 def hoist_converts(program: Program) -> list[tuple[int, int]]:
@@ -72,3 +79,20 @@ def _through_views(value: int, readers: dict[int, list[Node]]) -> tuple[list[int
             else:
                 using.append(node)
     return views, using
+
+
+def slice_splits(program: Program, region: Region) -> None:
+    """Replaces each split in a `region` of a `program`, and in the loops and branches in it, by slices, where every
+    piece fills the lanes of its tiles."""
+    nodes: list[Node] = []
+    for node in region.nodes:
+        for inner in node.regions:
+            slice_splits(program, inner)
+        if node.name == "split" and all(program.part_of(each)[-1] % LANES == 0 for each in node.outputs):
+            nodes += [
+                Node("slice_of_split", node.kind, list(node.inputs), [each], origin=node.origin)
+                for each in node.outputs
+            ]
+        else:
+            nodes.append(node)
+    region.nodes[:] = nodes
