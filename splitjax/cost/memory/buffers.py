@@ -18,7 +18,7 @@ from splitjax.cost.memory.rewriting import hoist_converts, slice_splits
 from splitjax.cost.memory.rows import lay_out
 from splitjax.cost.memory.schedule import Schedule, Step
 from splitjax.cost.memory.tiles import LANES, Along, Tiling, tiled_bytes
-from splitjax.cost.memory.uses import Uses, is_product, is_reduction
+from splitjax.cost.memory.uses import Uses, is_product, is_reduction, repeats, widens
 
 # Operations that compilers compute once, however many loops read them.
 _COSTLY = frozenset(
@@ -37,8 +37,6 @@ _LIBRARY_ELEMENTS = 32 * 1024
 _LIBRARY_REDUCES = frozenset("reduce_sum reduce_max reduce_min".split())
 _LIBRARY_LOOPS = frozenset("add add_any sub mul div max min neg exp log tanh sqrt rsqrt square integer_pow abs".split())
 _IN_PLACE = frozenset("scatter scatter-add dynamic_update_slice".split())
-# So often, at most, a loop repeats elements between dims that are stored repeated: 4 times in what was looked at.
-_FEW_TIMES = 16
 # Loops that read parts of their first operand.
 _SLICES = frozenset("slice slice_of_split dynamic_slice split gather".split())
 
@@ -103,6 +101,8 @@ class Storage:
             return self.program.bytes_of(value)
         part, full = self.program.part_of(value), self.program.itemsizes[value]
         itemsize = self._uses.itemsize(value) if is_rounded else full
+        if self._uses.is_stack(value):  # what a loop writes in a round lies as it does inside
+            return part[0] * tiled_bytes(part[1:], itemsize, Tiling.OPERAND)
         return tiled_bytes(part, itemsize, self._tilings.get(value, Tiling.OPERAND))
 
     def _is_fused(self, node: Node, region_outputs: set[int]) -> bool:
@@ -115,13 +115,21 @@ class Storage:
         if node.kind is Kind.MADE and not self.program.shapes[node.outputs[0]]:
             return True
         is_spread = node.kind is Kind.MADE or node.name == "broadcast_in_dim"
-        if self.compiler.fuses_operands and node.name == "broadcast_in_dim" and self._repeats(node, node.inputs[0]):
+        if (
+            self.compiler.fuses_operands
+            and node.name == "broadcast_in_dim"
+            and repeats(self.program, node, node.inputs[0])
+        ):
             return False
         if not all(self._reads_fused(reader, node.outputs[0], is_spread) for reader in readers):
             return False
         if self.compiler.fuses_operands and node in self._uses.following:
             others = [reader for reader in readers if not is_reduction(reader)]
-            if others and not self._widens(node) and not any(self._uses.goes_on(node, reader) for reader in others):
+            if (
+                others
+                and not widens(self.program, node)
+                and not any(self._uses.goes_on(node, reader) for reader in others)
+            ):
                 return False
         if self.compiler.fuses_operands and len(readers) > 1:
             costly = self._costly_in(node)
@@ -192,23 +200,6 @@ class Storage:
         parts = [self.program.part_of(value) for value in node.inputs]
         return all(dim == len(part) - 1 and part[dim] % LANES == 0 for part in parts)
 
-    def _repeats(self, node: Node, value: int) -> bool:
-        """Whether a loop repeats what it reads of a `value` a few times between other dims, as the gradient of a
-        maximum over windows does: a TPU's compiler stores what is repeated."""
-        part, whole = self.program.part_of(value), self.program.part_of(node.outputs[0])
-        if node.name == "broadcast_in_dim":
-            at = dict(zip(node.params["broadcast_dimensions"], part, strict=True))
-            part = tuple(at.get(dim, 1) for dim in range(len(whole)))
-        if len(part) != len(whole) or len(part) < 5:
-            return False
-        if any(here not in (1, there) for here, there in zip(part, whole, strict=True)):
-            return False
-        new = [dim for dim, (here, there) in enumerate(zip(part, whole, strict=True)) if here < there]
-        own = [dim for dim, here in enumerate(part) if here > 1]
-        times = math.prod(whole[dim] for dim in new)
-        is_between = bool(new and own) and own[0] < new[-1] and new[0] < own[-1] == len(part) - 1
-        return is_between and times <= _FEW_TIMES
-
     def _repeated_in(self, node: Node) -> tuple[tuple[int, int], ...]:
         """Returns the values that a loop and those that it computes repeat, each with one of the shape as which it is.
         A broadcast that repeats is stored itself, and what moves elements repeats nothing."""
@@ -216,7 +207,7 @@ class Storage:
             return ()
         found = [pair for value in node.inputs for pair in self._repeated.get(self.root_of(value), ())]
         if node.name != "broadcast_in_dim" and node.name not in _MOVES | _IN_PLACE:
-            found += [(value, node.outputs[0]) for value in node.inputs if self._repeats(node, value)]
+            found += [(value, node.outputs[0]) for value in node.inputs if repeats(self.program, node, value)]
         return tuple(dict.fromkeys(found))
 
     def _is_cheap_again(self, node: Node) -> bool:
@@ -228,7 +219,7 @@ class Storage:
             return False
         if self.compiler.fuses_operands and (node.name == "broadcast_in_dim" or node.outputs[0] in self._bits):
             return False
-        if self.compiler.fuses_operands and self._uses.ends(node) and not self._widens(node):
+        if self.compiler.fuses_operands and self._uses.ends(node) and not widens(self.program, node):
             return False
         size = math.prod(self.program.shapes[node.outputs[0]])
         large = 0
@@ -238,15 +229,10 @@ class Storage:
             large += math.prod(self.program.shapes[value]) >= size and not is_made
         return large <= 1
 
-    def _widens(self, node: Node) -> bool:
-        """Whether a node only converts what it reads to a wider type."""
-        itemsizes = self.program.itemsizes
-        return node.name == "convert_element_type" and itemsizes[node.outputs[0]] > itemsizes[node.inputs[0]]
-
     def _may_share(self, node: Node) -> bool:
         """Whether a node may write over what it reads."""
         if node.kind is Kind.COLLECTIVE:
-            return not self.compiler.reduces_apart
+            return not self.compiler.reduces_apart or self.compiler.fuses_operands and self._uses.sums_product(node)
         return node.name in _IN_PLACE or node.kind is Kind.LOOP and node.name not in _MOVES
 
     def _reads(self, inputs: Sequence[int], by_loop: bool = False) -> dict[int, int]:

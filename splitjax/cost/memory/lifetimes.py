@@ -38,10 +38,10 @@ BOUND_FACTOR_OF_MOST = 1.1
 # and each scatter that fills rows or marks ids writes into a copy. It is 1.47 in the LSTM of
 # `tests/lower/tables/test_sparse.py`, the one such program that was looked at, and the rest is room.
 BOUND_FACTOR_WITH_ROWS = 1.6
-# The same beyond the peak of a TPU's order: 1.11 holds for all 25 cells that are not held out, and the rest is room. A
-# program takes more where the chip has room, as its compiler leaves gaps between buffers, and less where its memory is
-# limited.
-BOUND_FACTOR_ON_TPUS = 1.16
+# The same beyond the peak of a TPU's order: 1.14 holds for all of the 31 cells that are not held out, and a tenth is
+# added, as for GPUs. A program takes more where the chip has room, as its compiler leaves gaps between buffers, and
+# less where its memory is limited.
+BOUND_FACTOR_ON_TPUS = 1.24
 # By order, the order whose peak is bounded, and by which factor.
 _BOUNDS = {
     Order.LEAST: (Order.MOST, BOUND_FACTOR_OF_MOST),

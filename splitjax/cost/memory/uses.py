@@ -4,6 +4,7 @@ stored on a TPU: rounded to two bytes an element, or as the bits of a comparison
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Set
 
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 
 # Loops that no product computes with its result: they move elements.
 _MOVE = frozenset("slice_of_split concatenate".split())
+# So often, at most, a loop repeats elements between dims that are stored repeated: 4 times in what was looked at.
+_FEW_TIMES = 16
 _COMPARES = frozenset("eq ne lt le gt ge".split())
 
 
@@ -50,6 +53,11 @@ class Uses:
             else:
                 readers.append(user)
         return readers if value in self._users else None
+
+    def is_stack(self, value: int) -> bool:
+        """Whether a value holds what each round of a loop writes."""
+        maker = self.makers.get(value)
+        return maker is not None and maker.name == "scan" and value in maker.outputs[maker.num_carry :]
 
     def maker_behind(self, value: int) -> Node | None:
         """Returns the node that makes what a value looks at through views."""
@@ -97,6 +105,13 @@ class Uses:
             return False
         made = [maker for maker in self._makers_of(node) if self._is_followed(maker, node, self.following)]
         return all(reader is node for maker in made for reader in self.readers_of(maker.outputs[0]) or ())
+
+    def sums_product(self, node: Node) -> bool:
+        """Whether an all-reduce sums what a product makes, such as logits whose weight is split by rows. It writes over
+        that (`all-reduce.194` of `gpt2_medium/megatron/32`), and not over what scatters and gathers make."""
+        makers = self._makers_of(node)
+        is_summed = node.name in ("all_reduce", "psum", "psum_invariant") and bool(makers)
+        return is_summed and all(is_product(maker) or maker in self.following for maker in makers)
 
     def _makers_of(self, node: Node) -> list[Node]:
         return [maker for maker in map(self.maker_behind, node.inputs) if maker is not None]
@@ -162,6 +177,30 @@ def is_reduction(node: Node) -> bool:
 def is_product(node: Node) -> bool:
     """Whether a node is a matrix product or a convolution."""
     return node.name in ("dot_general", "conv_general_dilated")
+
+
+def widens(program: Program, node: Node) -> bool:
+    """Whether a node only converts what it reads to a wider type."""
+    itemsizes = program.itemsizes
+    return node.name == "convert_element_type" and itemsizes[node.outputs[0]] > itemsizes[node.inputs[0]]
+
+
+def repeats(program: Program, node: Node, value: int) -> bool:
+    """Whether a loop repeats what it reads of a `value` a few times between other dims, as the gradient of a maximum
+    over windows does: a TPU's compiler stores what is repeated."""
+    part, whole = program.part_of(value), program.part_of(node.outputs[0])
+    if node.name == "broadcast_in_dim":
+        at = dict(zip(node.params["broadcast_dimensions"], part, strict=True))
+        part = tuple(at.get(dim, 1) for dim in range(len(whole)))
+    if len(part) != len(whole) or len(part) < 5:
+        return False
+    if any(here not in (1, there) for here, there in zip(part, whole, strict=True)):
+        return False
+    new = [dim for dim, (here, there) in enumerate(zip(part, whole, strict=True)) if here < there]
+    own = [dim for dim, here in enumerate(part) if here > 1]
+    times = math.prod(whole[dim] for dim in new)
+    is_between = bool(new and own) and own[0] < new[-1] and new[0] < own[-1] == len(part) - 1
+    return is_between and times <= _FEW_TIMES
 
 
 def _rounds(node: Node) -> bool:
