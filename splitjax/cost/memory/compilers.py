@@ -28,8 +28,8 @@ class Compiler:
     - `fuses_operands`: a product computes the loops over elements that it reads, but for a gather, and those that are
       all that reads it; what products alone read is stored in two bytes an element, to which they round it, and what is
       compared of a product's result as bits (`cost.memory.uses`); what loops convert of stacked arrays is converted in
-      front of them (`cost.memory.rewriting`). What is repeated between dims is stored so, and whole tiles that are put
-      together are not.
+      front of them (`cost.memory.rewriting`), and a sum over devices of what a product makes is written over it. What
+      is repeated between dims is stored so, and whole tiles that are put together are not.
     - `fuses_costly`: what products alone read is computed in each of them, even where exponentials or divisions are in
       it; otherwise, and where others read it too, it is stored once where it has two bytes an element.
     - `frees_soon`: what frees memory does not wait long, and not behind a loop.

@@ -201,7 +201,7 @@ def frees_soon(
                 due[k] = len(settled)
 
     def free_together() -> None:
-        """Runs the steps that can run and are all that still reads some buffer, where that frees what they write."""
+        """Runs together what can run and alone has still to read some buffer, where that frees what they write."""
         for b, numbers in readers.items():
             last = [k for k in numbers if not done[k]]
             if b not in writer or not done[writer[b]] or b in free or left[b] > len(last):

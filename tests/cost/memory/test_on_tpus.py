@@ -289,3 +289,27 @@ def test_empty_arrays_and_integers_without_derivatives(platform):
     only_first = lambda x, i: grads(x, i)[0]
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
     assert temporaries(only_first, f32(64, 16), ids, platform=platform) >= 4 * 64 * 16
+
+
+def test_what_reads_a_buffer_last_together_runs_before_a_loop():
+    """Neither of the two frees the logits' gradient alone (`all-reduce.31` of `gpt2_xl/zero/128` is behind the first,
+    and in front of the loop)."""
+    loop = Step("scan", [1], [5], inside=(Schedule([], [], []),))
+    steps = [
+        Step("made", [0], [1, 2]), loop, Step("weight", [2], [3]), Step("picked", [2], [4]),
+    ]  # fmt: skip
+    sizes = {0: 1, 1: 1, 2: 100, 3: 30, 4: 1, 5: 50}
+    assert frees_soon(steps, range(4), sizes, [3, 4, 5], {0}, 100) == [0, 2, 3, 1]
+    sizes[3] = 120
+    assert frees_soon(steps, range(4), sizes, [3, 4, 5], {0}, 100) == [0, 1, 2, 3], "they write more than they free"
+
+
+def test_a_sum_of_what_a_product_makes_is_written_over_it():
+    """`all-reduce.194` of `gpt2_medium/megatron/32`; sums of what is scattered are not."""
+    arguments = f32(256, 1024), f32(1024, 4096)
+    specs, out = (P(None, "data"), P("data", None)), P(None, None)
+    logits = on_eight(lambda x, w: jax.lax.psum(x @ w, "data").max(axis=0, keepdims=True), specs, out, *arguments)
+    other = lambda x, w: jax.lax.psum(jnp.sort(x @ w, axis=0), "data").max(axis=0, keepdims=True)
+    size = 4 * 256 * 4096
+    assert size <= logits < 1.2 * size
+    assert 2 * size <= on_eight(other, specs, out, *arguments) < 2.2 * size
