@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks._common import RESULTS
+from benchmarks.planner import verdicts
 from benchmarks.planner.cells import GPU, TPU, Cell, every_cell
 from benchmarks.planner.main import lines_of, summary
 
@@ -45,3 +46,20 @@ def test_main_memory_is_told_apart_where_vector_memory_is_known():
     assert "| held out | 0.0% | 25.0% | 25.0% | 20.0% |" in known
     assert "| c | held out | 1100.0 | 300.0 | 1000.0 | -9.1% | 1100.0 | 1200.0 |" in known
     assert "VMEM" not in page(cell("a", 1000 * 2**20, 0), cell("b", 1050 * 2**20, None))
+
+
+def test_verdicts_on_budgets_are_held_against_the_compiler():
+    """Budgets are 2 ** (step / 20) times what is needed, for steps from -20 to 20."""
+    cell = lambda estimate, bound: {
+        "argument_bytes": 100, "total_bytes": 10**6, "estimate_bytes": estimate, "bound_bytes": bound
+    }  # fmt: skip
+    # The bound is reached from step 4 on; the estimate, which is too large, is beyond the budgets below step 2.
+    high = verdicts.counted([cell(round(10**6 * 2**0.09), round(10**6 * 2**0.19))])
+    assert high == verdicts.Verdicts(fits=17, false_fits=0, does_not=22, false_does_not=2, may=2)
+    assert high.is_met == {"fits": True, "does not fit": True}
+    # A bound that does not hold says three times of less than what is needed that it is enough.
+    low = verdicts.counted([cell(round(10**6 * 2**-0.26), round(10**6 * 2**-0.16))])
+    assert low == verdicts.Verdicts(fits=24, false_fits=3, does_not=15, false_does_not=0, may=2)
+    assert not low.is_met["fits"]
+    page = "\n".join(verdicts.lines({"held out": [cell(10**6, 10**6)]}))
+    assert "| held out | 21 | 0.0% of 0% | 20 | 0.0% of 10% | 0 |" in page
