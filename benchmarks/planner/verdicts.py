@@ -74,8 +74,7 @@ def lines(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         " budget, *does not fit* where the estimate is beyond it, and *may fit* between the two:",
         "",
         *table(
-            ["cells", "fits, verdicts", "of these false", "does not fit, verdicts", "false among those",
-             "may fit, verdicts"],
+            ["cells", "said to fit", "of these false", "said not to fit", "false among those", "may fit"],
             rows,
         ),
         "",

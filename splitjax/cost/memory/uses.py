@@ -1,5 +1,6 @@
 """Tells who makes and who reads the values of a split `Program`, through views, and what that says of how they are
-stored on a TPU: rounded to two bytes an element, or as the bits of a comparison."""
+stored on a TPU: rounded to two bytes an element, as the bits of a comparison, repeated, as the end of what a product's
+result goes through, or over another."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from jax import lax
 
 from splitjax.cost.memory.program import Kind, Node, Program, Region, views_of
 
-# Loops that no product computes with its result: they move elements.
-_MOVE = frozenset("slice_of_split concatenate".split())
+# They move elements, which no product does with its result.
+_ENDING_CHAINS = frozenset("slice_of_split concatenate".split())
 # So often, at most, a loop repeats elements between dims that are stored repeated: 4 times in what was looked at.
 _FEW_TIMES = 16
 _COMPARES = frozenset("eq ne lt le gt ge".split())
@@ -88,7 +89,7 @@ class Uses:
         for node in _nodes(self._program.body):  # in their order: what a node reads is made before it
             if (
                 node.kind is Kind.LOOP
-                and node.name not in _MOVE
+                and node.name not in _ENDING_CHAINS
                 and any(self._is_followed(maker, node, found) for maker in self._makers_of(node))
             ):
                 found.add(node)
