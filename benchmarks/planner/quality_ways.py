@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from splitjax.machines.calibration import Calibration
 
 AUTO, XLA_ALONE, AS_MAXTEXT = "auto", "XLA from the batch alone", "as MaxText lays it out"
+AGAIN = "best baseline, again"  # the same program, built a second time
 # By name the rule set and the mesh of a layout for two devices, and for eight.
 BASELINES: Mapping[str, tuple[str, Mapping[int, dict[str, int]]]] = {
     "data parallel": ("data_parallel", {2: {"data": 2}, 8: {"data": 8}}),
@@ -20,6 +22,7 @@ BASELINES: Mapping[str, tuple[str, Mapping[int, dict[str, int]]]] = {
 }
 MODELS = ("mlp", "vgg16", "transformer", "llama", "scanned", "lstm", "deepfm")
 BATCH = 64  # examples of the global batch
+TURN_SECONDS, LEAST_STEPS, MOST_STEPS = 0.4, 2, 20
 BEYOND = 1.5  # times the best baseline: who takes longer than that in the first rounds does not run in the others
 
 
@@ -70,8 +73,19 @@ def contenders(turns: Mapping[str, Sequence[float]]) -> list[str]:
     """The layouts that stay in the contest: `auto`, and those that may be the best. `turns`: by layout the seconds of a
     step in the first rounds."""
     medians = {way: statistics.median(seconds) for way, seconds in turns.items()}
-    least = min(seconds for way, seconds in medians.items() if way in BASELINES)
+    least = medians[best_of(turns)]
     return [way for way in medians if way == AUTO or medians[way] <= BEYOND * least]
+
+
+def best_of(turns: Mapping[str, Sequence[float]]) -> str:
+    """The baseline whose median is the least. `turns`: by layout the seconds of a step in each round."""
+    return min((way for way in BASELINES if way in turns), key=lambda way: statistics.median(turns[way]))
+
+
+def steps_of_turn(seconds: float) -> int:
+    """How many steps a turn has, where the quickest layout takes that many seconds a step: enough for `TURN_SECONDS`.
+    Turns of two steps of 20 ms differed by a third."""
+    return min(max(math.ceil(TURN_SECONDS / seconds), LEAST_STEPS), MOST_STEPS)
 
 
 class Runner:

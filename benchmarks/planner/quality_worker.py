@@ -1,17 +1,23 @@
 """A process of two: calibrates both and the link between them, lets `auto` choose by that, and times it beside other
-layouts. `benchmarks.planner.quality` starts it.
+layouts. `benchmarks.planner.quality` starts it, several times: the first start calibrates and finds out who can win,
+the others go on with those.
 
     python -m benchmarks.planner.quality_worker SETTINGS
 
-SETTINGS is JSON: the models, how many rounds of how many steps, and whether the calibration is a quick one."""
+SETTINGS is JSON: the models, the folder where starts keep the calibration, which rounds these are, behind how many
+rounds layouts leave, what the first start found of each model, and whether the calibration is a quick one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import math
+import pathlib
 import sys
 from typing import Any
+
+from benchmarks.planner.quality_ways import AGAIN, AUTO, BASELINES, XLA_ALONE, best_of, contenders, steps_of_turn
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -19,59 +25,112 @@ def main(settings: dict[str, Any]) -> int:
 
     import splitjax  # joins the run  # noqa: F401
     from benchmarks.sparse.launch import Team
+    from splitjax.machines.calibration import Calibration
     from splitjax.measure.calibrating import calibrate
 
     team = Team(settings)
-    calibration = calibrate("wall", quick=settings["quick"])
+    file = pathlib.Path(settings["kept"]) / f"calibration{team.rank}.json"
+    if file.exists():
+        calibration = Calibration.load(file)
+    else:
+        calibration = calibrate("wall", quick=settings["quick"])
+        calibration.save(file)
     team.begin()
     found = {}
     for name in settings["models"]:
-        found[name] = contest(name, settings, team, calibration)
+        contest = Contest(name, team, calibration, settings["found"].get(name))
+        contest.run(*settings["rounds"], settings["qualifying"])
+        found[name] = contest.answer()
+        del contest  # and the states that it holds
         jax.clear_caches()
     team.finish({"models": found, "links": [dataclasses.asdict(each) for each in calibration.collectives]})
     return 0
 
 
-def contest(name: str, settings: dict[str, Any], team: Any, calibration: Any) -> dict[str, Any]:
-    """Times a model under all layouts in turns, and predicts those that can be by the `calibration`. The order moves on
-    by one each round; behind the first few rounds those that cannot win leave."""
-    import jax
+class Contest:
+    """Times a model under layouts that take turns. `found`: what the first start told of it: `ways`, `again`, `steps`;
+    None in that start, which has all layouts and predicts those that can be."""
 
-    from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, Runner, contenders, model_of, parallel_of
-    from splitjax.errors import SplitjaxError
+    def __init__(self, name: str, team: Any, calibration: Any, found: dict[str, Any] | None) -> None:
+        import jax
 
-    model = model_of(name)
-    state = jax.eval_shape(model.init, jax.random.key(0))
-    runners: dict[str, Runner] = {}
-    refused, chosen, losses, predicted = {}, {}, {}, {}
-    for way in (AUTO, *BASELINES, XLA_ALONE):
+        from benchmarks.planner.quality_ways import model_of
+
+        self._name, self._team, self._calibration = name, team, calibration
+        self._model = model_of(name)
+        self._state = jax.eval_shape(self._model.init, jax.random.key(0))
+        self._runners: dict[str, Any] = {}
+        self._turns: dict[str, list[Any]] = {}
+        self._refused: dict[str, str] = {}
+        self._losses: dict[str, list[float]] = {}
+        self._predicted: dict[str, float] = {}
+        self._chosen: dict[str, Any] = {}
+        self._is_first = found is None
+        if found is None:
+            quickest = min(self._open(way) for way in (AUTO, *BASELINES, XLA_ALONE))
+            self._steps, self._again = team.decide(functools.partial(steps_of_turn, quickest)), ""
+        else:
+            self._steps, self._again = found["steps"], found["again"]
+            for way in found["ways"]:
+                self._open(way)
+
+    def run(self, begin: int, end: int, qualifying: int) -> None:
+        """The rounds from `begin` to before `end`. Each has an order of its own, drawn by its number. In the first
+        start those that cannot win leave behind round `qualifying`, and the best baseline comes in a second time, built
+        anew: what differs between the two is noise."""
+        import numpy as np
+
+        ways = list(self._runners)
+        for number in range(begin, end):
+            if self._is_first and number == qualifying:
+                seconds = {way: [one["seconds"] for one in self._turns[way]] for way in ways}
+                ways = self._team.decide(functools.partial(contenders, seconds))
+                self._again = self._team.decide(functools.partial(best_of, seconds))
+                self._open(AGAIN)
+                ways.append(AGAIN)
+            for position in np.random.default_rng(number).permutation(len(ways)):
+                run = self._runners[ways[position]]
+                run()  # finds caches and memory as another layout left them
+                turn = self._team.turn(lambda _, run=run: run(), self._steps)
+                self._turns[ways[position]].append(turn)
+        self._ways = ways
+
+    def answer(self) -> dict[str, Any]:
+        return {
+            "turns": self._turns, "refused": self._refused, "chosen": self._chosen, "losses": self._losses,
+            "predicted": self._predicted, "steps": self._steps, "again": self._again, "ways": self._ways,
+        }  # fmt: skip
+
+    def _open(self, way: str) -> float:
+        """Compiles the model under a layout, and makes its state. Returns seconds of a step, or infinity where it is
+        refused."""
+        from benchmarks.planner.quality_ways import Runner, parallel_of
+        from splitjax.errors import SplitjaxError
+
+        name = self._again if way == AGAIN else way
         try:
-            parallel = None if way == XLA_ALONE else parallel_of(model, way, team.count, calibration)
-            runners[way] = Runner(model, parallel)
+            parallel = None
+            if name != XLA_ALONE:
+                parallel = parallel_of(self._model, name, self._team.count, self._calibration)
+            runner = Runner(self._model, parallel)
             # The second step has what the first one left: where XLA lays the state out, it compiles again.
-            losses[way] = [runners[way]() for _ in range(3)]
+            self._losses[way] = [runner() for _ in range(3)]
         except SplitjaxError as error:
-            refused[way] = str(error).splitlines()[0]
-            continue
-        if parallel is not None:
-            predicted[way] = parallel.time(state, model.batch, on=calibration).seconds
+            self._refused[way] = str(error).splitlines()[0]
+            return math.inf
+        self._runners[way], self._turns[way] = runner, []
+        if self._is_first and parallel is not None:
+            batch = self._model.batch
+            self._predicted[way] = parallel.time(self._state, batch, on=self._calibration).seconds
         if way == AUTO:
             choice = parallel.choice
-            chosen = {
+            self._chosen = {
                 "rules": choice.best.name, "mesh": str(choice.mesh),
                 "predicted": choice.best.program_seconds or choice.best.seconds,
             }  # fmt: skip
-        team.say(f"{name}, {way}: loss {losses[way][-1]:.4f}")
-    turns: dict[str, list[Any]] = {way: [] for way in runners}
-    ways = tuple(runners)
-    for number in range(settings["rounds"]):
-        if number == settings["qualifying"]:
-            first = {way: [one["seconds"] for one in turns[way]] for way in ways}
-            ways = tuple(team.decide(functools.partial(contenders, first)))
-        shift = number % len(ways)
-        for way in ways[shift:] + ways[:shift]:
-            turns[way].append(team.turn(lambda _, way=way: runners[way](), settings["steps"]))
-    return {"turns": turns, "refused": refused, "chosen": chosen, "losses": losses, "predicted": predicted}
+        if self._is_first:
+            self._team.say(f"{self._name}, {way}: loss {self._losses[way][-1]:.4f}")
+        return self._team.turn(lambda _: runner(), 1)["seconds"]
 
 
 if __name__ == "__main__":
