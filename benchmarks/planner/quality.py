@@ -12,7 +12,7 @@ Each round has an order of its own, and a step that is not timed comes before ea
 1.5 times as long as the best baseline in the first three rounds does not run in the others. From then on that baseline
 runs a second time, built anew: the ratio of the two is of one program, and its distance from 1 is what the machine's
 noise does. Both processes are started again every few rounds: where a program's arrays lie in memory is drawn at the
-start and makes up to a tenth of its time. The interval draws starts first, and rounds of these.
+start and changes its time by some per cent. The interval draws starts first, and rounds of these.
 
 Memory: eight virtual devices. The baseline that XLA compiles into least memory sets the budget: `auto` gets nine tenths
 of it, may shard the state, rematerialise and take microbatches, and is compiled. Nothing runs there.
@@ -93,10 +93,10 @@ def timed(where: str, models: Sequence[str], quick: bool) -> list[dict[str, Any]
             if not found:
                 first = answers[0].workers[0]["models"]
                 found = {name: {key: first[name][key] for key in ("ways", "again", "steps")} for name in models}
-    return [_cell(where, name, answers) for name in models]
+    return [cell_of(where, name, answers) for name in models]
 
 
-def _cell(where: str, name: str, answers: Sequence[Any]) -> dict[str, Any]:
+def cell_of(where: str, name: str, answers: Sequence[Any]) -> dict[str, Any]:
     """What is stored of a model behind a link. `answers`: of each start."""
     first = answers[0].workers[0]["models"][name]
     slowest: dict[str, list[float]] = {way: [] for way in first["turns"]}
@@ -189,8 +189,8 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         f" ({', '.join(faster) or 'none'}).",
         f"- Fits into nine tenths of the least memory of any baseline: **{mark('fits')}**.",
         "", "## Time", "",
-        f"Milliseconds of a step: medians of all rounds, of {QUALIFYING} where a layout left; a round counts as its slower"
-        " process.",
+        f"Milliseconds of a step: medians of all rounds, of {QUALIFYING} where a layout left; a round counts as its"
+        " slower process.",
         "",
     ]  # fmt: skip
     ms = lambda cell, way: _milliseconds(cell["medians"], way, "refused")
@@ -211,7 +211,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         )  # fmt: skip
         if again := [cell for cell in here if "again" in cell]:
             lines += ["", "One program built twice, the second over the first:", ""]
-            lines += table(["model", "layout", "ratio", "95 % interval"], [_again_row(cell) for cell in again])
+            lines += table(["model", "layout", "ratio", "the ratio's interval"], [_again_row(cell) for cell in again])
         lines += ["", "All layouts, ms:", ""]
         ways = (*BASELINES, XLA_ALONE)
         lines += table(["model", *ways], [row for cell in here for row in _rows(cell)])
@@ -237,8 +237,8 @@ def _rounds_text(cell: Mapping[str, Any]) -> str:
     rounds = len(cell["seconds"][AUTO])
     if "starts" not in cell:
         return (
-            f"{rounds} rounds, taken before the processes were started again between them: in one start, in turns of two"
-            " steps, whose order moved on by one each round."
+            f"{rounds} rounds, taken before the processes were started again between them: in one start, in turns of"
+            " two steps, whose order moved on by one each round."
         )
     return f"{len(cell['starts'])} starts, {rounds} rounds in all."
 

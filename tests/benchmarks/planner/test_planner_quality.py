@@ -7,19 +7,31 @@ import json
 import pytest
 
 from benchmarks._common import RESULTS
-from benchmarks.planner.quality import MODELS, PAGE, fitted, is_met, lines_of, paired
-from benchmarks.planner.quality_ways import AUTO, BASELINES, XLA_ALONE, contenders
+from benchmarks.planner.quality import MODELS, PAGE, cell_of, fitted, is_met, lines_of, paired, ratio_of
+from benchmarks.planner.quality_ways import (
+    AGAIN,
+    AUTO,
+    BASELINES,
+    MOST_STEPS,
+    XLA_ALONE,
+    best_of,
+    contenders,
+    steps_of_turn,
+)  # fmt: skip
+from benchmarks.sparse.launch import Answers
 
 TURNS = {
     AUTO: [0.9, 1.0, 1.8, 0.9], "data parallel": [1.0, 1.0, 2.0, 1.0], "Megatron": [3.0] * 4, XLA_ALONE: [0.1] * 4,
 }  # fmt: skip
+
+CHOSEN = {"rules": "auto", "mesh": "data=2", "predicted": 0.1}
 
 
 def cell(model, ratio, high, **more):
     return {
         "where": "loopback", "model": model, "ratio": ratio, "low": ratio - 0.02, "high": high, "rival": "Megatron",
         "medians": {AUTO: 0.1 * ratio, "Megatron": 0.1}, "seconds": {AUTO: [0.1 * ratio] * 45},
-        "chosen": {"rules": "auto", "mesh": "data=2", "predicted": 0.1},
+        "chosen": CHOSEN,
         **more,
     }  # fmt: skip
 
@@ -29,19 +41,54 @@ def within(needed, budget=90):
 
 
 def test_rounds_are_compared_in_pairs_with_the_fastest_baseline():
-    found = paired(TURNS)
+    found = paired(TURNS, [2, 2])
     assert found["rival"] == "data parallel", "what XLA does alone is no baseline"
     assert found["ratio"] == pytest.approx(0.9) and found["medians"][AUTO] == pytest.approx(0.95)
     assert 0.9 <= found["low"] + 1e-9 and found["high"] <= 1.0
-    assert paired({**TURNS, AUTO: [1.2] * 4})["low"] > 0.5
+    assert paired({**TURNS, AUTO: [1.2] * 4}, [4])["low"] > 0.5
 
 
 def test_who_cannot_win_leaves_after_the_first_rounds():
     first = {AUTO: [9.0, 9.0], "data parallel": [1.0, 1.2], "Megatron": [1.4, 1.6], "fully sharded": [2.0, 1.9],
              XLA_ALONE: [0.5, 0.5]}  # fmt: skip
+    assert best_of(first) == "data parallel", "what XLA does alone is no baseline"
     assert contenders(first) == [AUTO, "data parallel", "Megatron", XLA_ALONE]
     # Two rounds of a layout that left are no median of four, however short they were.
-    assert paired({**TURNS, "fully sharded": [0.5, 0.5]})["rival"] == "data parallel"
+    assert paired({**TURNS, "fully sharded": [0.5, 0.5]}, [4])["rival"] == "data parallel"
+
+
+def test_starts_count_as_a_whole():
+    """Rounds of one start agree with each other, not with the next start's: there are two figures here, not twenty."""
+    own, other = [1.0] * 10 + [1.2] * 10, [1.0] * 20
+    by_starts, by_rounds = ratio_of(own, other, [10, 10]), ratio_of(own, other, [1] * 20)
+    assert by_starts["ratio"] == by_rounds["ratio"] == pytest.approx(1.1)
+    assert (by_starts["low"], by_starts["high"]) == (pytest.approx(1.0), pytest.approx(1.2))
+    one_side = ratio_of([1.0] * 15 + [1.2] * 5, other, [1] * 20)
+    assert one_side["high"] < 1.2 < 1.2001, "of twenty starts the median is hardly ever among the last five"
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.5, 2), (0.15, 3), (0.021, 20), (0.001, MOST_STEPS)])
+def test_turns_of_quick_steps_have_more_of_them(seconds, steps):
+    assert steps_of_turn(seconds) == steps
+
+
+def test_rounds_of_all_starts_follow_one_another():
+    def worker(rounds, factor):
+        turns = {way: [{"seconds": factor * each} for each in seconds] for way, seconds in rounds.items()}
+        more = {"chosen": {}, "refused": {}, "predicted": {}, "steps": 2, "again": "Megatron", "losses": {AUTO: [2.0]}}
+        return {"models": {"mlp": {"turns": turns, **more}}}
+
+    first = {AUTO: [1.0, 2.0], "Megatron": [1.0, 1.0], "data parallel": [5.0], AGAIN: [1.5]}
+    later = {AUTO: [3.0, 4.0], "Megatron": [2.0, 2.0], AGAIN: [3.0, 3.0]}
+    # The slower process of a pair counts.
+    starts = [Answers((worker(each, 1.0), worker(each, 0.5)), others) for each, others in ((first, None), (later, 0.1))]
+    found = cell_of("loopback", "mlp", starts)
+    assert found["seconds"][AUTO] == [1.0, 2.0, 3.0, 4.0] and found["starts"] == [2, 2] and found["others"] == 0.1
+    assert found["rival"] == "Megatron" and found["ratio"] == pytest.approx(1.75)  # of 1, 2, 1.5, 2
+    # The first round was over when the second build came in.
+    assert found["again"]["way"] == "Megatron" and found["again"]["ratio"] == pytest.approx(1.5)
+    page = "\n".join(lines_of({"timed": [found | {"chosen": CHOSEN}], "fitted": [], "headers": {}, "notes": []}))
+    assert "2 starts, 4 rounds in all." in page and "| mlp | Megatron | 1.500 | 1.500 to 1.500 |" in page
 
 
 def test_goals():
@@ -52,7 +99,7 @@ def test_goals():
     }  # fmt: skip
     assert all(is_met(stored).values())
     assert "llama" not in "\n".join(lines_of(stored)).split("## Time")[0]
-    assert "### loopback\n\n- a machine\n\n45 rounds.\n" in "\n".join(lines_of(stored))
+    assert "### loopback\n\n- a machine\n\n45 rounds, taken before" in "\n".join(lines_of(stored))
     slow = {**stored, "timed": [*faster, cell("llama", 1.04, 1.05)]}
     assert not is_met(slow)["not slower"] and "(not so: llama, loopback)" in "\n".join(lines_of(slow))
     assert not is_met({**stored, "timed": faster[:2]})["faster"]
