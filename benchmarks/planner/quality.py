@@ -11,8 +11,8 @@ times, `auto` over the baseline whose median is the least; the interval is that 
 Each round has an order of its own, and a step that is not timed comes before each turn. A layout that takes more than
 1.5 times as long as the best baseline in the first three rounds does not run in the others. From then on that baseline
 runs a second time, built anew: the ratio of the two is of one program, and its distance from 1 is what the machine's
-noise does. Both processes are started again every few rounds: where a program's arrays lie in memory is drawn at the
-start and changes its time by some per cent. The interval draws starts first, and rounds of these.
+noise does. Both processes are started again every few rounds, since the rounds of one start share what is particular to
+it (where arrays lie in memory, for one). The interval draws starts first, and rounds of these.
 
 Memory: eight virtual devices. The baseline that XLA compiles into least memory sets the budget: `auto` gets nine tenths
 of it, may shard the state, rematerialise and take microbatches, and is compiled. Nothing runs there.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
 import statistics
 import tempfile
@@ -31,7 +32,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import RESULTS, table, virtual_devices, write_stored
-from benchmarks.planner.quality_ways import AGAIN, AUTO, BASELINES, MODELS, XLA_ALONE, model_of, parallel_of
+from benchmarks.planner.quality_ways import (
+    AGAIN,
+    AUTO,
+    BASELINES,
+    LEAST_STEPS,
+    MODELS,
+    MOST_STEPS,
+    TURN_SECONDS,
+    XLA_ALONE,
+    model_of,
+    parallel_of,
+)  # fmt: skip
 from benchmarks.planner.speed_cells import FLAGS, LINKS
 
 PAGE = "planner_quality"
@@ -39,7 +51,8 @@ MOST_SLOWER, LEAST_FASTER, SHARE = 1.03, 3, 0.9
 NUM_PROCESSES, QUALIFYING = 2, 3
 # Starts, and rounds of each. Over the loopback the two processes disturb each other's transfers, and a step's time
 # differs by a third from round to round: with 15 rounds an interval of VGG-16's ratio was 24 % wide, more than what is
-# asked. In one start the same program, built twice, differed by 10.5 % (1.5 to 15.9) in the median of 13 rounds.
+# asked. In a trial of one start the same program, built twice, differed by 10.5 % (1.5 to 15.9) in the median of 13
+# rounds; more rounds of that start would not have shown it.
 STARTS: Mapping[str, tuple[int, int]] = {"100 Mb/s": (3, 5), "1 Gb/s": (3, 5), "loopback": (5, 4)}
 QUICK_STARTS = (2, 4)
 QUICK = ("mlp",)
@@ -74,6 +87,7 @@ def ratio_of(own: Sequence[float], other: Sequence[float], starts: Sequence[int]
 def timed(where: str, models: Sequence[str], quick: bool) -> list[dict[str, Any]]:
     """Runs the contest behind a link of `LINKS`. Raises `RuntimeError` where this machine cannot have such a link."""
     from benchmarks.sparse.launch import run_workers
+    from splitjax.runtime.launch.compiled import kept_programs
 
     num_starts, rounds = QUICK_STARTS if quick else STARTS[where]
     answers: list[Any] = []
@@ -84,10 +98,7 @@ def timed(where: str, models: Sequence[str], quick: bool) -> list[dict[str, Any]
                 "models": list(models), "kept": kept, "qualifying": QUALIFYING, "quick": quick, "found": found,
                 "rounds": (rounds * number, rounds * (number + 1)),
             }  # fmt: skip
-            environment = {
-                "XLA_FLAGS": FLAGS, "JAX_COMPILATION_CACHE_DIR": f"{kept}/programs",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            }  # fmt: skip
+            environment = {"XLA_FLAGS": FLAGS, **kept_programs(os.environ, pathlib.Path(kept))}
             worker = "planner.quality_worker"
             answers.append(run_workers(worker, settings, NUM_PROCESSES, LINKS[where], environment=environment))
             if not found:
@@ -97,8 +108,14 @@ def timed(where: str, models: Sequence[str], quick: bool) -> list[dict[str, Any]
 
 
 def cell_of(where: str, name: str, answers: Sequence[Any]) -> dict[str, Any]:
-    """What is stored of a model behind a link. `answers`: of each start."""
+    """What is stored of a model behind a link. `answers`: of each start. Raises `RuntimeError` where `auto` did not
+    choose the same in all starts: their rounds would be of different programs."""
     first = answers[0].workers[0]["models"][name]
+    chosen = [answer.workers[0]["models"][name]["chosen"] for answer in answers]
+    if any((one["rules"], one["mesh"]) != (chosen[0]["rules"], chosen[0]["mesh"]) for one in chosen):
+        raise RuntimeError(f"`auto` chose differently for {name} in its starts: {chosen}")
+    # How busy others were is not known of the part where it is not known of one start.
+    others = [answer.others for answer in answers]
     slowest: dict[str, list[float]] = {way: [] for way in first["turns"]}
     counts: dict[str, list[int]] = {way: [] for way in slowest}
     for answer in answers:
@@ -110,7 +127,7 @@ def cell_of(where: str, name: str, answers: Sequence[Any]) -> dict[str, Any]:
     again, way = slowest[AGAIN], first["again"]
     losses = [loss for of_way in first["losses"].values() for loss in of_way[:1]]
     return {
-        "where": where, "model": name, "others": max(answer.others or 0.0 for answer in answers), "seconds": slowest,
+        "where": where, "model": name, "others": None if None in others else max(others), "seconds": slowest,
         "chosen": first["chosen"], "refused": first["refused"], "predicted": first["predicted"],
         "losses_apart": max(losses) / min(losses) - 1, "steps": first["steps"], "starts": counts[AUTO],
         **paired(slowest, counts[AUTO]),
@@ -190,7 +207,8 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
         f"- Fits into nine tenths of the least memory of any baseline: **{mark('fits')}**.",
         "", "## Time", "",
         f"Milliseconds of a step: medians of all rounds, of {QUALIFYING} where a layout left; a round counts as its"
-        " slower process.",
+        f" slower process. A turn has {LEAST_STEPS} steps, or as many as the quickest layout takes in"
+        f" {TURN_SECONDS:g} s, {MOST_STEPS} at most.",
         "",
     ]  # fmt: skip
     ms = lambda cell, way: _milliseconds(cell["medians"], way, "refused")
@@ -210,8 +228,12 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
              "95 % interval"], rows,
         )  # fmt: skip
         if again := [cell for cell in here if "again" in cell]:
-            lines += ["", "One program built twice, the second over the first:", ""]
-            lines += table(["model", "layout", "ratio", "the ratio's interval"], [_again_row(cell) for cell in again])
+            lines += [
+                "",
+                "The best baseline of the first three rounds, built twice: time of the second over the first.",
+            ]
+            titles = ["model", "built twice", "second over first", "its 95 % interval"]
+            lines += ["", *table(titles, [_again_row(cell) for cell in again])]
         lines += ["", "All layouts, ms:", ""]
         ways = (*BASELINES, XLA_ALONE)
         lines += table(["model", *ways], [row for cell in here for row in _rows(cell)])
@@ -233,12 +255,12 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
 
 
 def _rounds_text(cell: Mapping[str, Any]) -> str:
-    """How many rounds a part had, and how they were taken. Parts of before have one start and turns of two steps."""
+    """How many rounds a part had, and how they were taken, which is not stored of the earlier form."""
     rounds = len(cell["seconds"][AUTO])
     if "starts" not in cell:
         return (
-            f"{rounds} rounds, taken before the processes were started again between them: in one start, in turns of"
-            " two steps, whose order moved on by one each round."
+            f"{rounds} rounds of an earlier form of this contest: in one start, in turns of two steps, whose order"
+            " moved on by one each round."
         )
     return f"{len(cell['starts'])} starts, {rounds} rounds in all."
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import sys
 from typing import Any
@@ -66,13 +65,16 @@ class Contest:
         self._predicted: dict[str, float] = {}
         self._chosen: dict[str, Any] = {}
         self._is_first = found is None
+        self._again = "" if found is None else found["again"]
+        self._ways = [AUTO, *BASELINES, XLA_ALONE] if found is None else found["ways"]
+        for way in self._ways:
+            self._open(way)
+        self._ways = [way for way in self._ways if way in self._runners]
         if found is None:
-            quickest = min(self._open(way) for way in (AUTO, *BASELINES, XLA_ALONE))
-            self._steps, self._again = team.decide(functools.partial(steps_of_turn, quickest)), ""
+            quickest = min(team.turn(lambda _, run=run: run(), 1)["seconds"] for run in self._runners.values())
+            self._steps = team.decide(functools.partial(steps_of_turn, quickest))
         else:
-            self._steps, self._again = found["steps"], found["again"]
-            for way in found["ways"]:
-                self._open(way)
+            self._steps = found["steps"]
 
     def run(self, begin: int, end: int, qualifying: int) -> None:
         """The rounds from `begin` to before `end`. Each has an order of its own, drawn by its number. In the first
@@ -80,30 +82,28 @@ class Contest:
         anew: what differs between the two is noise."""
         import numpy as np
 
-        ways = list(self._runners)
         for number in range(begin, end):
             if self._is_first and number == qualifying:
-                seconds = {way: [one["seconds"] for one in self._turns[way]] for way in ways}
-                ways = self._team.decide(functools.partial(contenders, seconds))
+                seconds = {way: [one["seconds"] for one in self._turns[way]] for way in self._ways}
+                self._ways = self._team.decide(functools.partial(contenders, seconds))
                 self._again = self._team.decide(functools.partial(best_of, seconds))
                 self._open(AGAIN)
-                ways.append(AGAIN)
-            for position in np.random.default_rng(number).permutation(len(ways)):
-                run = self._runners[ways[position]]
+                self._ways.append(AGAIN)
+            for position in np.random.default_rng(number).permutation(len(self._ways)):
+                way = self._ways[position]
+                run = self._runners[way]
                 run()  # finds caches and memory as another layout left them
-                turn = self._team.turn(lambda _, run=run: run(), self._steps)
-                self._turns[ways[position]].append(turn)
-        self._ways = ways
+                self._turns[way].append(self._team.turn(lambda _, run=run: run(), self._steps))
 
     def answer(self) -> dict[str, Any]:
+        """What this process found, as JSON; `turns` by layout, each as `Team.turn` gives it."""
         return {
             "turns": self._turns, "refused": self._refused, "chosen": self._chosen, "losses": self._losses,
             "predicted": self._predicted, "steps": self._steps, "again": self._again, "ways": self._ways,
         }  # fmt: skip
 
-    def _open(self, way: str) -> float:
-        """Compiles the model under a layout, and makes its state. Returns seconds of a step, or infinity where it is
-        refused."""
+    def _open(self, way: str) -> None:
+        """Compiles the model under a layout, and makes its state. A layout that is refused has no runner."""
         from benchmarks.planner.quality_ways import Runner, parallel_of
         from splitjax.errors import SplitjaxError
 
@@ -117,9 +117,9 @@ class Contest:
             self._losses[way] = [runner() for _ in range(3)]
         except SplitjaxError as error:
             self._refused[way] = str(error).splitlines()[0]
-            return math.inf
+            return
         self._runners[way], self._turns[way] = runner, []
-        if self._is_first and parallel is not None:
+        if self._is_first and parallel is not None and way != AGAIN:
             batch = self._model.batch
             self._predicted[way] = parallel.time(self._state, batch, on=self._calibration).seconds
         if way == AUTO:
@@ -130,7 +130,6 @@ class Contest:
             }  # fmt: skip
         if self._is_first:
             self._team.say(f"{self._name}, {way}: loss {self._losses[way][-1]:.4f}")
-        return self._team.turn(lambda _: runner(), 1)["seconds"]
 
 
 if __name__ == "__main__":
