@@ -39,6 +39,8 @@ class OperationKind(enum.Enum):
     - `GATHER`, `SCATTER`: elements that are looked up, or added to rows.
     - `RANDOM`: elements drawn. `SORT`: elements sorted, or summed up along a dim.
     - `NEW_MEMORY`: bytes that a call asks the system for, beyond what it takes to write them.
+    - `WAITING`: seconds that processes compute between two collectives. None of them is at the second one when the
+      others are: what the first to come waits then, beyond what the collective takes.
     """
 
     PRODUCT = "product"
@@ -58,6 +60,7 @@ class OperationKind(enum.Enum):
     RANDOM = "random"
     SORT = "sort"
     NEW_MEMORY = "new_memory"
+    WAITING = "waiting"
 
     @property
     def counts_flops(self) -> bool:
@@ -191,6 +194,18 @@ class Calibration:
         """Returns what a call takes to get so many bytes of memory; 0 where that was not measured."""
         curves = self._curves(OperationKind.NEW_MEMORY)
         return curves[0].seconds(num_bytes) if curves and num_bytes else 0.0
+
+    def waiting_seconds(self, computed_seconds: float) -> float:
+        """Returns what a process waits for others at a collective, where each has computed for so long since the last
+        one; 0 where that was not measured. Waits grow from nothing to the first that was measured, and are not known
+        to go on growing behind the last."""
+        curves = self._curves(OperationKind.WAITING)
+        if not curves:
+            return 0.0
+        first, last = curves[0].points[0], curves[0].points[-1]
+        if computed_seconds <= first.size:
+            return first.seconds * computed_seconds / first.size
+        return curves[0].seconds(min(computed_seconds, last.size))
 
     def _curves(self, kind: OperationKind) -> list[Curve]:
         """Returns what was measured of a kind; of small convolutions, which calibrations may lack, those of others."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +15,8 @@ from splitjax.measure.calibrating import calibrate
 from splitjax.measure.calibrating.collectives import _ALONE, _made_and_read, _powers, _turns, fit
 from splitjax.measure.calibrating.operations import probes
 from splitjax.measure.calibrating.timing import _MOST_WAITING, Timer, _one_by_one, turns_alone, typical
+from splitjax.measure.calibrating.waiting import rising_waits
+from tests.processes import run_processes
 
 
 def test_a_line_is_found_again():
@@ -28,14 +33,30 @@ def test_a_line_is_found_again():
     assert fit([(1e3, 2e-5), (1e6, 1e-5)]).bytes_per_second == pytest.approx(1e15)
 
 
+def test_no_wait_is_shorter_than_one_after_less_computing():
+    curve = rising_waits([(1e-2, 1e-3), (1e-3, 3e-4), (3e-3, 1e-4), (1e-4, -2e-5)])
+    assert [(point.size, pytest.approx(point.seconds)) for point in curve.points] == [
+        (1e-4, 1e-9), (1e-3, 2e-4), (3e-3, 2e-4), (1e-2, 1e-3)
+    ]  # fmt: skip
+
+
+def test_processes_measure_what_they_wait_for_each_other():
+    worker = pathlib.Path(__file__).parent / "waiting_worker.py"
+    found = [json.loads(output.splitlines()[-1]) for output in run_processes(worker, num=2, devices=1)]
+    # Each process waits otherwise: all have what the first one measured.
+    assert found[0] == found[1]
+    (short, short_wait), (long, long_wait) = found[0]
+    assert short < long and 0 < short_wait <= long_wait
+
+
 def test_groups_are_powers_of_two_that_divide():
     assert (_powers(1), _powers(2), _powers(6), _powers(8)) == ([], [2], [2, 6], [2, 4, 8])
 
 
 def test_every_kind_of_operation_is_measured():
     found = list(probes())
-    # Memory that a call asks for is no operation of a program: `calibrate` times calls.
-    kinds = set(OperationKind) - {OperationKind.NEW_MEMORY}
+    # Neither memory that a call asks for nor waiting is an operation of a program.
+    kinds = set(OperationKind) - {OperationKind.NEW_MEMORY, OperationKind.WAITING}
     assert {probe.kind for probe in found} == kinds
     for probe in found:
         (result,) = jax.tree.leaves(jax.eval_shape(probe.turn, *probe.arrays))
@@ -140,7 +161,8 @@ def test_another_clock_is_refused():
 def test_a_machine_is_measured(tmp_path):
     lines: list[str] = []
     found = calibrate("processor", quick=True, told=lines.append)
-    assert {curve.kind for curve in found.curves} == set(OperationKind)  # any step can be predicted
+    # any step can be predicted; processes that wait there is but one of
+    assert {curve.kind for curve in found.curves} == set(OperationKind) - {OperationKind.WAITING}
     assert {each.participants for each in found.collectives} == {2, 4, 8}
     assert found.num_processes == 1 and found.devices_per_process == len(jax.devices())
     assert found.seconds(OperationKind.PRODUCT, 1e9, 128) > found.seconds(OperationKind.PRODUCT, 1e6, 128)

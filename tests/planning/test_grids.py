@@ -184,8 +184,8 @@ def rows():
 def test_scratch_that_begins_anew_in_every_part_may_be_split():
     step = splitjax.parallelize(summed_up("by index"), mesh={"data": 4}, rules="data_parallel", donate=False)
     expected = jax.jit(summed_up("by index"))(*rows())
-    # A parameter is 1 less a tenth of its gradient, and one of them ends at -0.008: what float32 rounds 1 to is 1.5e-5 of
-    # that, and processors without fused multiply-adds round elsewhere than those that have them.
+    # A parameter is 1 less a tenth of its gradient, and one of them ends at -0.008: what float32 rounds 1 to is 1.5e-5
+    # of that, and processors without fused multiply-adds round elsewhere than those that have them.
     for a, b in zip(step(*rows()), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-7)
     assert step.plan(*rows()).gathered == ()

@@ -69,6 +69,17 @@ class Machine:
         each call (glibc's those above 32 MiB), every page of them is made again when it is first written."""
         return self.calibration.new_memory_seconds(num_bytes) if self.calibration is not None else 0.0
 
+    def has_waits(self, task: Task) -> bool:
+        """Returns whether devices wait for each other at a `task`: whether it is a collective between processes of a
+        measured machine whose collectives and operations take turns."""
+        if not task.op or self.overlaps or self.calibration is None or self.calibration.num_processes == 1:
+            return False
+        return any(self.sizes.get(axis, 1) > 1 and self.crosses_processes(axis) for axis in task.axes)
+
+    def waiting_seconds(self, computed_seconds: float) -> float:
+        """Returns what a device waits for others at a collective after it computed for so long."""
+        return self.calibration.waiting_seconds(computed_seconds) if self.calibration is not None else 0.0
+
     def seconds(self, task: Task) -> float:
         """Returns what a `task` takes that is neither a loop nor waits for anything."""
         if task.op:

@@ -57,7 +57,8 @@ class StepTime:
     **Attributes:**
 
     - `seconds`: of the whole step.
-    - `computing_seconds`: that its devices compute. `sending_seconds`: that collectives take.
+    - `computing_seconds`: that its devices compute. `sending_seconds`: that collectives take. `waiting_seconds`: of
+      these, what processes wait for the last one to come to a collective, where that was measured.
     - `hidden_seconds`: of these, what goes on while the device computes.
     - `call_seconds`: what the call takes besides. `new_memory_seconds`: of it, what the system takes to make the
       memory that the call asks it for.
@@ -76,6 +77,7 @@ class StepTime:
     is_lower_bound: bool
     layers: tuple[LayerCost, ...] = ()
     new_memory_seconds: float = 0.0
+    waiting_seconds: float = 0.0
 
     @property
     def collectives(self) -> tuple[TimedPart, ...]:
@@ -112,7 +114,12 @@ def predict_time(placed: PlacedProgram, machine: Machine, layered: bool = False)
         is_lower_bound=machine.calibration is None,
         layers=tuple(LayerCost(layer, *sums) for layer, sums in _by_layer(timed, 1).items()) if layered else (),
         new_memory_seconds=new_memory,
+        waiting_seconds=_waiting(timed),
     )
+
+
+def _waiting(timed: Sequence[Timed]) -> float:
+    return sum(each.task.turns * _waiting(each.inside) if each.inside else each.waiting_seconds for each in timed)
 
 
 def _by_layer(timed: Sequence[Timed], times: int) -> dict[str, tuple[float, float]]:

@@ -15,6 +15,7 @@ from splitjax.machines.calibration import Calibration, Curve, OperationKind, Poi
 from splitjax.measure.calibrating.collectives import collective_times
 from splitjax.measure.calibrating.operations import probes
 from splitjax.measure.calibrating.timing import Clock, Timer
+from splitjax.measure.calibrating.waiting import COMPUTED_SECONDS, waiting_curve
 
 _PACKAGES = ("jax", "jaxlib")
 # What computes long on what it reads, and what is transposed, which was made right before, need not come from memory.
@@ -83,6 +84,11 @@ def calibrate(
     for each in collective_times(by_wall, num_processes, *(((1 << 8, 1 << 12),) if quick else ())):
         collectives.append(each)
         told(f"{each.op} of {each.participants}: {each.link}")
+    if num_processes > 1 and not is_accelerator:
+        waits = waiting_curve(by_wall, num_processes, *((COMPUTED_SECONDS[:2],) if quick else ()))
+        curves += (waits,)
+        for point in waits.points:
+            told(f"waiting after {1e3 * point.size:.4g} ms of computing: {1e6 * point.seconds:.4g} us")
     smallest = jax.ShapeDtypeStruct((8,), jnp.float32)
     return Calibration(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

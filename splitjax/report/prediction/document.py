@@ -10,7 +10,7 @@ from splitjax.cost.memory.lifetimes import ProgramMemory
 from splitjax.cost.time.prediction import LayerCost, StepTime
 from splitjax.display.document import Bar, Cell, Column, Document, Pairs, Paragraph, Section, Table
 from splitjax.display.figures import bytes_text, seconds_text, share_text
-from splitjax.machines.calibration import Calibration
+from splitjax.machines.calibration import Calibration, OperationKind
 
 # The longest operations and the largest arrays are shown; `StepTime.parts` and `ProgramMemory.at_peak` have more.
 _NUM_PARTS = 12
@@ -27,6 +27,8 @@ def time_document(time: StepTime) -> Document:
         f" {seconds_text(time.computing_seconds)}, collectives take {seconds_text(time.sending_seconds)}, of which"
         f" {seconds_text(time.hidden_seconds)} go on while they compute"
     )
+    if time.waiting_seconds:
+        sentence += f" and {seconds_text(time.waiting_seconds)} are spent waiting for the last process to come"
     if time.new_memory_seconds:
         sentence += (
             f"; {seconds_text(time.new_memory_seconds)} go by while the system makes the memory that it asks for"
@@ -142,13 +144,18 @@ def memory_document(memory: ProgramMemory) -> Document:
 def calibration_document(calibration: Calibration) -> Document:
     """Makes the document of a `calibration`: the machine, then rates of operations and of collectives."""
     processes = f"{calibration.num_processes} process{'es' * (calibration.num_processes > 1)}"
-    facts = (
+    operations = [curve for curve in calibration.curves if curve.kind is not OperationKind.WAITING]
+    waits = [curve.points[index] for curve in calibration.curves if curve not in operations for index in (0, -1)]
+    facts: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("measured", (f"{calibration.date}, {calibration.clock} time",)),
         ("devices", (f"{processes} x {calibration.devices_per_process} ({calibration.device})",)),
         ("a call", (f"{seconds_text(calibration.call_seconds)}, before anything is computed",)),
         ("smallest kernel", (f"{1e6 * calibration.node_seconds:.3g} us",)),
     )
-    rates = [(curve, [point.size / point.seconds for point in curve.points]) for curve in calibration.curves]
+    if waits:
+        texts = [f"{seconds_text(each.seconds)} after {seconds_text(each.size)} of computing" for each in waits]
+        facts += (("waiting for others", tuple(texts)),)
+    rates = [(curve, [point.size / point.seconds for point in curve.points]) for curve in operations]
     curves = tuple(
         (curve.kind.value, curve.dtype, f"{min(rate):.3g}", f"{max(rate):.3g}", str(len(curve.points)))
         for curve, rate in rates

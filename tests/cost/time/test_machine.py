@@ -78,6 +78,21 @@ def test_new_memory_is_what_was_measured_of_it():
     assert Machine.published(parse_target("gpu:h200:8"), {"data": 8}).new_memory_seconds(1e9) == 0
 
 
+def test_waits_are_those_of_processes_and_grow_no_further_than_was_measured():
+    known = Calibration.load(DATA / "calibration.json")
+    curve = Curve(OperationKind.WAITING, "float32", (Point(0, 1e-3, 1e-4), Point(0, 1e-2, 1e-3)))
+    known = dataclasses.replace(known, num_processes=2, devices_per_process=4)
+    machine = Machine.measured(dataclasses.replace(known, curves=(*known.curves, curve)), {"data": 2, "model": 4})
+    summed = {axis: Task("sum", op="all_reduce", axes=(axis,)) for axis in ("data", "model")}
+    assert machine.has_waits(summed["data"]) and not machine.has_waits(summed["model"])
+    assert not machine.has_waits(Task("dot", axes=("data",)))
+    assert not dataclasses.replace(machine, overlaps=True).has_waits(summed["data"])
+    waits = [machine.waiting_seconds(seconds) for seconds in (0.0, 5e-4, 1e-3, 1e-2, 1.0)]
+    assert waits == [0, *map(pytest.approx, (5e-5, 1e-4, 1e-3, 1e-3))]
+    # measured before there was such a kind
+    assert Machine.measured(known, {"data": 2, "model": 4}).waiting_seconds(1e-2) == 0
+
+
 def test_small_convolutions_that_were_not_measured_count_as_others():
     known = Calibration.load(DATA / "calibration.json")
     curves = tuple(curve for curve in known.curves if curve.kind is not OperationKind.SMALL_CONVOLUTION)

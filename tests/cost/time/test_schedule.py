@@ -82,3 +82,37 @@ def test_a_large_program_is_put_together_quickly():
     begins = _overlapped(tasks, [1.0] * len(tasks), machine)
     assert begins == list(map(float, range(20_000)))
     assert time.process_time() - began < 5  # it is a tenth of a second; the square of the tasks is minutes
+
+
+@dataclasses.dataclass(frozen=True)
+class Waited(Told):
+    """One at whose collectives over `hosts` processes wait for a tenth of what they computed since the last one."""
+
+    def has_waits(self, task):
+        return bool(task.op) and "hosts" in task.axes
+
+    def waiting_seconds(self, computed_seconds):
+        return computed_seconds / 10
+
+
+def test_processes_wait_by_what_they_computed_since_the_last_collective():
+    tasks = (
+        computed("a", 10), sent("within", 1, ("data",)), computed("b", 20), sent("first", 1, ("hosts",)),
+        sent("second", 1, ("hosts",)), computed("c", 5), sent("third", 1, ("hosts",)),
+    )  # fmt: skip
+    timed, end = simulate(tasks, Waited({}))
+    waits = {each.task.name: each.waiting_seconds for each in timed if each.task.op}
+    # Devices of a process do not wait for each other, and nobody right behind another collective.
+    assert waits == {"within": 0, "first": pytest.approx(3), "second": 0, "third": pytest.approx(0.5)}
+    assert end == pytest.approx(39 + 3.5) and timed[3].seconds == pytest.approx(4)
+
+
+def test_a_turn_of_a_loop_waits_for_what_the_turn_before_computed_behind_its_last_collective():
+    loop = Task("scan", inside=(computed("a", 10), sent("sum", 1, ("hosts",)), computed("b", 30)), turns=5)
+    (timed, after, last), _ = simulate((loop, computed("c", 10), sent("sum", 1, ("hosts",))), Waited({}))
+    assert [each.waiting_seconds for each in timed.inside] == [0, pytest.approx(4), 0]
+    assert timed.seconds == pytest.approx(5 * 45) and last.waiting_seconds == pytest.approx(4)
+    # A loop without any is computing, all of it.
+    quiet = Task("scan", inside=(computed("a", 10), sent("sum", 1, ("data",))), turns=5)
+    _, last = simulate((quiet, sent("sum", 1, ("hosts",))), Waited({}))[0]
+    assert last.waiting_seconds == pytest.approx(5.5)
