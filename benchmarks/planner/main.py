@@ -305,6 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--parts", nargs="*", default=[], help="with --only quality: links, or memory; with --only time: places"
     )
+    parser.add_argument("--models", nargs="*", default=[], help="with --only quality --parts of links: these alone")
     parser.add_argument("--calibration", type=pathlib.Path, help="with --only time: this file, instead of a new one")
     parser.add_argument("--truth", type=pathlib.Path, help="what `benchmarks.planner.truth` found of GPUs or TPUs")
     options = parser.parse_args(argv)
@@ -319,7 +320,11 @@ def main(argv: list[str] | None = None) -> int:
 
         if unknown := set(options.parts) - set(quality.PARTS):
             parser.error(f"no such parts: {', '.join(unknown)}; there are {', '.join(quality.PARTS)}")
-        return quality.main(options.quick, options.output, options.parts)
+        if unknown := set(options.models) - set(quality.MODELS):
+            parser.error(f"no such models: {', '.join(unknown)}; there are {', '.join(quality.MODELS)}")
+        if options.models and quality.MEMORY in (options.parts or quality.PARTS):
+            parser.error("--models is of links: name them with --parts")
+        return quality.main(options.quick, options.output, options.parts, options.models)
     if options.only == "time":
         from benchmarks.planner import speed
 

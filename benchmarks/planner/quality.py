@@ -3,6 +3,7 @@ into less memory than any of these needs.
 
     python -m benchmarks planner --only quality [--quick]
     python -m benchmarks planner --only quality --parts loopback     one part; the others stay as they are stored
+    python -m benchmarks planner --only quality --parts loopback --models lstm     of a part some models alone
 
 Time: two processes of one core each, behind links of 100 Mb/s, 1 Gb/s and the loopback. `auto` chooses mesh and layout
 by a calibration that these two processes make first, as `splitjax calibrate` does. It takes turns with the baselines on
@@ -222,7 +223,7 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
             ]
             for cell in here
         ]  # fmt: skip
-        lines += [f"### {where}", "", stored["headers"].get(where, "").rstrip(), "", _rounds_text(here[0]), ""]
+        lines += [f"### {where}", "", *_headers(here, stored["headers"].get(where, ""))]
         lines += table(
             ["model", "what `auto` chose", "`auto`, ms", "predicted, ms", "best baseline", "its ms", "`auto` over it",
              "95 % interval"], rows,
@@ -251,6 +252,19 @@ def lines_of(stored: Mapping[str, Any]) -> list[str]:
             for cell in stored["fitted"]
         ],
     )  # fmt: skip
+    return lines
+
+
+def _headers(cells: Sequence[Mapping[str, Any]], whole: str) -> list[str]:
+    """Where and when the cells of a part were taken. `whole`: of those that were taken with the whole part."""
+    models: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        models.setdefault((cell.get("header", whole).rstrip(), _rounds_text(cell)), []).append(cell["model"])
+    lines: list[str] = []
+    for (text, rounds), names in models.items():
+        if len(models) > 1:
+            lines += [f"{', '.join(names)}:", ""]
+        lines += [text, "", rounds, ""]
     return lines
 
 
@@ -283,9 +297,10 @@ def _milliseconds(seconds: Mapping[str, float], way: str, otherwise: str) -> str
     return f"{1e3 * seconds[way]:.1f}" if way in seconds else otherwise
 
 
-def main(quick: bool, output: pathlib.Path | None, parts: Sequence[str] = ()) -> int:
+def main(quick: bool, output: pathlib.Path | None, parts: Sequence[str] = (), of_models: Sequence[str] = ()) -> int:
     """Measures; returns 1 where a goal is missed. `output`: folder of the page; without it a page is written of whole
-    runs only, after each part. `parts`: of `PARTS`, all of them where none is named; others stay as they are stored."""
+    runs only, after each part. `parts`: of `PARTS`, all of them where none is named; others stay as they are stored.
+    `of_models`: of `MODELS`, all of them where none is named; of a link's others stay as they are stored."""
     virtual_devices()
     from benchmarks.machine import header, this_machine
 
@@ -294,28 +309,34 @@ def main(quick: bool, output: pathlib.Path | None, parts: Sequence[str] = ()) ->
     stored: dict[str, Any] = {"headers": {}, "notes": [], "timed": [], "fitted": []}
     if parts and file.is_file():
         stored = json.loads(file.read_text())
-    models = QUICK if quick else MODELS
+    models = of_models or (QUICK if quick else MODELS)
     for part in parts or (PARTS[-2:] if quick else PARTS):
-        stored["notes"] = [note for note in stored["notes"] if not note.startswith(part)]
+        told = f"{part} ({', '.join(of_models)})" if of_models else part
+        stored["notes"] = [note for note in stored["notes"] if not note.startswith(told)]
         if part == MEMORY:
             stored["fitted"] = [fitted(name) for name in models]
             for cell in stored["fitted"]:
                 needed = math.nan if cell["needed"] is None else cell["needed"] / cell["budget"]
                 print(f"{cell['model']}: {needed:.2f} of its budget, {cell['chosen']}", flush=True)
         else:
-            stored["timed"] = [cell for cell in stored["timed"] if cell["where"] != part]
+            kept = [cell for cell in stored["timed"] if cell["where"] != part or cell["model"] not in models]
             try:
                 found = timed(part, models, quick)
             except RuntimeError as error:
-                stored["notes"].append(f"{part}: {error}")
+                stored["timed"] = kept
+                stored["notes"].append(f"{told}: {error}")
                 continue
-            stored["timed"] = sorted([*stored["timed"], *found], key=lambda cell: PARTS.index(cell["where"]))
+            place = lambda cell: (PARTS.index(cell["where"]), MODELS.index(cell["model"]))
+            stored["timed"] = sorted([*kept, *found], key=place)
             for cell in found:
                 print(f"{part}, {cell['model']}: {cell['ratio']:.3f} of {cell['rival']}", flush=True)
             others = max((cell["others"] for cell in found if cell["others"] is not None), default=None)
             if others is not None:
-                stored["notes"].append(f"{part}: others kept {others:.2f} cores busy meanwhile.")
-        stored["headers"][part] = header(this_machine(), f"{command} --parts '{part}'")
+                stored["notes"].append(f"{told}: others kept {others:.2f} cores busy meanwhile.")
+            for cell in found if of_models else ():
+                cell["header"] = header(this_machine(), f"{command} --parts '{part}' --models {' '.join(of_models)}")
+        if not of_models:
+            stored["headers"][part] = header(this_machine(), f"{command} --parts '{part}'")
         if output or not quick:
             print("wrote", write_stored(PAGE, stored, lines_of, output or RESULTS))
     return int(not quick and not all(is_met(stored).values()))

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks._common import RESULTS
+from benchmarks.planner import quality
 from benchmarks.planner.quality import MODELS, PAGE, cell_of, fitted, is_met, lines_of, paired, ratio_of
 from benchmarks.planner.quality_ways import (
     AGAIN,
@@ -118,6 +119,33 @@ def test_goals():
     assert not is_met({**stored, "fitted": [within(None)]})["fits"]
     none = {**stored, "timed": [], "fitted": []}
     assert not any(is_met(none).values()) and "\n".join(lines_of(none)).count("**not measured**") == 3
+
+
+def test_some_models_of_a_part_are_taken_again(tmp_path, monkeypatch):
+    file = tmp_path / f"{PAGE}.json"
+    old = {
+        "timed": [cell("mlp", 0.9, 0.95), cell("lstm", 1.2, 1.3)], "fitted": [within(90)],
+        "headers": {"loopback": "- then", "memory": "- then"},
+        "notes": ["loopback: others kept 0.01 cores busy meanwhile."],
+    }  # fmt: skip
+    file.write_text(json.dumps(old))
+    taken = []
+    monkeypatch.setattr(quality, "timed", lambda part, models, quick: taken.append((part, models)) or [
+        cell(name, 1.0, 1.02, others=0.02) for name in models
+    ])  # fmt: skip
+    quality.main(False, tmp_path, ["loopback"], ["lstm"])
+    stored = json.loads(file.read_text())
+    assert taken == [("loopback", ["lstm"])]
+    assert [(each["model"], each["ratio"]) for each in stored["timed"]] == [("mlp", 0.9), ("lstm", 1.0)]
+    assert stored["headers"] == old["headers"] and stored["fitted"] == old["fitted"]
+    assert stored["notes"] == [*old["notes"], "loopback (lstm): others kept 0.02 cores busy meanwhile."]
+    page = (tmp_path / f"{PAGE}.md").read_text()
+    assert "mlp:\n\n- then\n" in page and "lstm:\n\n- 20" in page and "--parts 'loopback' --models lstm" in page
+    # A whole part is of one header again.
+    quality.main(False, tmp_path, ["loopback"])
+    stored = json.loads(file.read_text())
+    assert stored["headers"]["loopback"] != "- then" and not any("header" in each for each in stored["timed"])
+    assert [note.split(":")[0] for note in stored["notes"]] == ["loopback"]
 
 
 def test_what_was_predicted_of_all_layouts_stands_below_what_they_took():
