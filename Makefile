@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # own tests (what it is to JAX, test_initialize.py tries) and the faults, which are those of processes and files. Nor `one_version`,
 # and of a test with many parameters the first alone: one of each kind calls the same functions of JAX as the others do.
 CORE_SUITE := -m "not slow and not gpu and not network and not tpu_aot and not gpu_aot and not one_version" --ignore=tests/notebooks --ignore=tests/data --ignore=tests/schedule --ignore=tests/search --ignore=tests/faults --ignore=tests/benchmarks --ignore=tests/typing \
-	--ignore=tests/runtime/launch/test_launch.py --ignore=tests/runtime/checkpoint/test_checkpoint_page.py --ignore=tests/test_docs.py --ignore=tests/test_site.py --ignore=tests/docs --ignore=tests/release \
+	--ignore=tests/runtime/launch/test_launch.py --ignore=tests/runtime/launch/test_elastic.py --ignore=tests/runtime/launch/test_kept_memory.py --ignore=tests/runtime/checkpoint/test_checkpoint_page.py --ignore=tests/test_docs.py --ignore=tests/test_site.py --ignore=tests/docs --ignore=tests/release \
 	--ignore=tests/test_rooms.py --ignore=tests/test_signatures.py --ignore=tests/test_refusals.py
 # One file's tests run in one process, which shares what their fixtures compile. The order is the folders': the short ones are last, so that no process
 # is left alone with a long one. A process that dies ends the run: one in its place can be left without work, waiting for ever.

@@ -20,11 +20,12 @@ from benchmarks.fuzz.table import PARSERS
 from splitjax.errors import DataError
 
 NUM_INPUTS = 1000
+GUARD_SECONDS = 600.0  # a search takes some ten; on a slow machine several times as long
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_no_input_of_a_thousand_is_a_defect(name):
-    search = by_chance(PARSERS[name], Budget(NUM_INPUTS, 60.0))
+    search = by_chance(PARSERS[name], Budget(NUM_INPUTS, GUARD_SECONDS))
     assert search.inputs == NUM_INPUTS
     assert not search.defects, "\n".join(
         f"{defect.key} {defect.what} {defect.data[:200]!r}" for defect in search.defects
@@ -108,7 +109,7 @@ def test_the_same_seed_makes_the_same_inputs_and_no_strategy_fails():
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris (Linux)")
 def test_coverage_leads_where_atheris_is_installed():
-    searches = list(run(["checksums", "position"], Budget(NUM_INPUTS, 60.0)))
+    searches = list(run(["checksums", "position"], Budget(NUM_INPUTS, GUARD_SECONDS)))
     assert [(search.parser, search.engine, search.inputs) for search in searches] == [
         ("checksums", "atheris", NUM_INPUTS),
         ("position", "atheris", NUM_INPUTS),
@@ -118,7 +119,7 @@ def test_coverage_leads_where_atheris_is_installed():
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris (Linux)")
 def test_a_search_goes_on_in_several_processes_and_counts_them_together():
-    (search,) = run(["position"], Budget(NUM_INPUTS, 60.0, process_inputs=300))
+    (search,) = run(["position"], Budget(NUM_INPUTS, GUARD_SECONDS, process_inputs=300))
     assert (search.parser, search.engine, search.inputs) == ("position", "atheris", NUM_INPUTS) and not search.defects
 
 

@@ -40,6 +40,7 @@ def test_no_wait_is_shorter_than_one_after_less_computing():
     ]  # fmt: skip
 
 
+@pytest.mark.one_version
 def test_processes_measure_what_they_wait_for_each_other():
     worker = pathlib.Path(__file__).parent / "waiting_worker.py"
     found = [json.loads(output.splitlines()[-1]) for output in run_processes(worker, num=2, devices=1)]
