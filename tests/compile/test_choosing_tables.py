@@ -68,7 +68,9 @@ def test_the_numbers_of_one_device():
         state, loss = decorated(state, batch())
         one, expected = jax.jit(step)(one, batch())
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(state["params"]["table"][:ROWS], one["params"]["table"], rtol=1e-4, atol=1e-6)
+    # Five steps move elements by up to 0.4, and Adagrad divides by the root of the gradient's squares, so that what a
+    # gradient's sum is rounded by counts in full: 2e-6, which is a thousandth of an element that ends near 0.
+    np.testing.assert_allclose(state["params"]["table"][:ROWS], one["params"]["table"], rtol=1e-4, atol=5e-6)
     (table,) = decorated.plan(state, batch()).syncs
     assert table.scheme == "owner_sharded" and table.bytes
 
