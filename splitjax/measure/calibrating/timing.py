@@ -31,7 +31,7 @@ _AMONG = PartitionSpec(None, AXES)  # of sets of arrays: each device has its own
 _MOST_TURNS = 1 << 20
 _WRITTEN_TURNS = 4  # at least, of what does not run in a loop
 _MOST_WAITING = 32  # calls that are made before one is waited for
-_LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
+LEAST_SECONDS = 1e-9  # of a turn that no number of turns told from nothing: calibrations have no zeros
 # Arrays up to this size are timed again and again; of larger ones so many sets that no cache has them all.
 _WARM_BYTES, _MOST_SETS = 1 << 18, 12
 _COLD_BYTES, _COLD_BYTES_OF_GPU = 24 << 20, 256 << 20
@@ -99,7 +99,7 @@ class Timer:
             (taken,) = of_process_0([turns_alone(pairs)])
             # Where other work made the turns above look long enough, there are too few to be told from a call.
             if taken >= self.enough_seconds / 4 or num_turns >= _MOST_TURNS:
-                return max(taken / (num_turns * program.num_turns), _LEAST_SECONDS)
+                return max(taken / (num_turns * program.num_turns), LEAST_SECONDS)
             num_turns = min(4 * num_turns, _MOST_TURNS)
 
     def _taken(self, run: Callable[[int], Any], times: int) -> float:
@@ -119,7 +119,7 @@ class Timer:
         jax.block_until_ready([program(*each) for each in sets])
         num_calls = 2 if num_sets > 1 else self.rounds
         taken = kernel_seconds(lambda: [program(*each) for each in sets], num_calls)
-        (seconds,) = of_process_0([max(taken / num_sets, _LEAST_SECONDS)])
+        (seconds,) = of_process_0([max(taken / num_sets, LEAST_SECONDS)])
         return seconds
 
     def call_seconds(self) -> float:
@@ -154,7 +154,7 @@ class Timer:
             target = jax.block_until_ready(kept(target))
             pairs.append((between - started, self._now() - between))
         (seconds,) = of_process_0([turns_alone(pairs[1:])])
-        return max(seconds, _LEAST_SECONDS)
+        return max(seconds, LEAST_SECONDS)
 
     def _now(self) -> float:
         if self.clock == "wall":

@@ -18,7 +18,7 @@ from jax import lax
 from scipy.optimize import isotonic_regression
 
 from splitjax.machines.calibration import Curve, OperationKind, Point
-from splitjax.measure.calibrating.timing import Timer
+from splitjax.measure.calibrating.timing import LEAST_SECONDS, Timer
 
 # Seconds of computing. Behind the last waits count as growing no more.
 COMPUTED_SECONDS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -28,14 +28,15 @@ _MESSAGE = jax.ShapeDtypeStruct((256,), jnp.float32)
 _MATRIX = jax.ShapeDtypeStruct((_SIZE, _SIZE), jnp.float32)
 _TRIAL_PRODUCTS = 64
 _ENOUGH_SECONDS = 0.08
-_LEAST_SECONDS = 1e-9  # calibrations have no zeros
 
 
 def waiting_curve(timer: Timer, num_processes: int, computed_seconds: Sequence[float] = COMPUTED_SECONDS) -> Curve:
-    """Returns what the processes of a run wait by what they computed before.
+    """Returns for how many seconds the processes of a run wait for each other at a collective, by for how many seconds
+    they computed since the collective before. All processes have to call it at the same time, and get what process 0
+    measured.
 
     **Arguments:** `timer`: of all devices, by the wall's clock. `num_processes`: of the run. `computed_seconds`: about
-    how long to compute, for each point."""
+    how long to compute, for each point of the curve."""
     timer = dataclasses.replace(timer, enough_seconds=_ENOUGH_SECONDS)
     mesh = timer.mesh(num_processes, across=True)
     seconds = lambda turn: timer.seconds(turn, (_MATRIX, _MATRIX, _MESSAGE), mesh)
@@ -69,7 +70,7 @@ def rising_waits(waits: Sequence[tuple[float, float]]) -> Curve:
     ordered = sorted(waits)
     fitted = isotonic_regression([waited for _, waited in ordered]).x
     points = [
-        Point(0, computed, max(float(waited), _LEAST_SECONDS))
+        Point(0, computed, max(float(waited), LEAST_SECONDS))
         for (computed, _), waited in zip(ordered, fitted, strict=True)
     ]
     return Curve(OperationKind.WAITING, "float32", tuple(points))

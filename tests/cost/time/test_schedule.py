@@ -86,7 +86,7 @@ def test_a_large_program_is_put_together_quickly():
 
 @dataclasses.dataclass(frozen=True)
 class Waited(Told):
-    """One at whose collectives over `hosts` processes wait for a tenth of what they computed since the last one."""
+    """A machine at whose collectives over `hosts` processes wait for a tenth of what they computed since the last."""
 
     def has_waits(self, task):
         return bool(task.op) and "hosts" in task.axes
