@@ -126,6 +126,7 @@ class Contest:
             choice = parallel.choice
             self._chosen = {
                 "rules": choice.best.name, "mesh": str(choice.mesh),
+                "layers": {each.name: each.chosen for each in choice.variables},
                 "predicted": choice.best.program_seconds or choice.best.seconds,
             }  # fmt: skip
         if self._is_first:
