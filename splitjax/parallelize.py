@@ -89,6 +89,10 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       and mesh are chosen by its published figures, the memory that plans tell is that of its compiler, and the step is
       planned and lowered for its devices, and does not run without them (docs/planning.md). A file that `splitjax
       calibrate` wrote, or a `Calibration`, stands for the machine that was measured: rules and mesh are chosen by it.
+    - `compile_best`: how many layouts at most are compiled ahead of time, by the compiler of the machine that `target`
+      names, before one is chosen; 0 for none. The one that is predicted to be fastest comes first, and the next one
+      only where its compiler says that it does not fit, or that it sends so much more than planned that the next one
+      may be faster (docs/choosing.md).
 
     **Returns** a `ParallelStep`, called like the step itself.
 

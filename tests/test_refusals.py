@@ -39,20 +39,28 @@ CAUGHT = {
         1,
         "a compiler that is not here is told below the plan, which needs none, unless it was asked for",
     ),
-    "compile/choosing.py: _Places.priced": (
+    "compile/choosing/places.py: Places.priced": (
         1,
         "a mesh on which an annotation cannot be kept is no candidate, and why is shown",
     ),
-    "compile/choosing.py: _decided": (
+    "compile/choosing/deciding.py: _decided": (
         1,
         "rules that do not go with the step's options are no candidate: the next ones are tried",
     ),
-    "compile/choosing.py: _cheapest_changes.fitting": (
+    "compile/choosing/deciding.py: _cheapest_changes.fitting": (
         1,
         "options that the step does not take with a layout are no change that an error can name",
     ),
-    "compile/kept_choice.py: KeptChoice.read": (1, OLD_FILE),
-    "compile/kept_choice.py: KeptChoice.write": (1, STORAGE),
+    "compile/choosing/deciding.py: _as_compiled.compiled": (
+        1,
+        "a layout that its compiler refuses is no candidate: the next ones are tried, and why is shown",
+    ),
+    "compile/choosing/shared.py: SharedChoice.read": (
+        1,
+        "what process 0 left and cannot be read is chosen again, and compared before anything runs",
+    ),
+    "compile/choosing/kept.py: KeptChoice.read": (1, OLD_FILE),
+    "compile/choosing/kept.py: KeptChoice.write": (1, STORAGE),
     "compile/memory.py: plan_memory": (1, SHOWN),
     "compile/remedies.py: step_remedies": (
         1,

@@ -2,7 +2,7 @@
 
 from splitjax.auto_mesh import AutoMesh, mesh_asked_for, mesh_shapes
 from splitjax.choosing.axis_orders import other_orders
-from splitjax.choosing.candidate import Answer, Candidate, Refused, Variable
+from splitjax.choosing.candidate import Answer, Candidate, CompiledFigures, Refused, Variable
 from splitjax.choosing.choice import MICROBATCHES, REMAT, Choice
 from splitjax.choosing.choosing import choose_mesh, choose_rules, over_budget, rank
 from splitjax.choosing.domain import num_experts
@@ -18,6 +18,7 @@ __all__ = [
     "AutoMesh",
     "Candidate",
     "Choice",
+    "CompiledFigures",
     "Point",
     "Prices",
     "Pricing",

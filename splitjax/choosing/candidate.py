@@ -25,6 +25,29 @@ class Variable:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledFigures:
+    """Holds what the compiler of a machine made of a candidate.
+
+    **Attributes:**
+
+    - `needed_bytes`: what a device needs; None where the compiler does not say.
+    - `fits`: whether that is within the budget, and what a device has; None where neither is known.
+    - `sent_bytes`: what a device sends in a step, as compiled; None where the compiler refused the program.
+    - `planned_bytes`: what a device sends in a step by the plan.
+    - `more_seconds`: what a step takes longer for what is sent beyond the plan, as if nothing were computed meanwhile;
+      less than 0 where less is sent.
+    - `compile_seconds`: how long it took to compile.
+    """
+
+    needed_bytes: int | None
+    fits: bool | None
+    sent_bytes: int | None
+    planned_bytes: int
+    more_seconds: float
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """Is a rule set on a mesh, and how the step runs under it, with what it was predicted to take.
 
@@ -38,6 +61,7 @@ class Candidate:
     - `bound_bytes`: what a device needs at most, by the lifetimes of the lowered step; None where it was not lowered to
       find out. `program_seconds`: of the lowered step on its machine, as `step.time` says; None where it was not
       lowered, or nothing is known of the machine.
+    - `compiled`: what the machine's compiler made of it; None where it was not compiled to find out.
     """
 
     rules: RuleSet
@@ -50,6 +74,7 @@ class Candidate:
     shards_state: bool = False
     microbatches: int = 1
     remat: tuple[BlockRemat, ...] = ()
+    compiled: CompiledFigures | None = None
 
     @property
     def name(self) -> str:
@@ -74,17 +99,22 @@ class Candidate:
 
     @property
     def needed_bytes(self) -> int:
-        """What a device needs: at most, where that is known, and as a sum else."""
+        """What a device needs: as compiled, where that is known, or else at most, or else as a sum."""
+        if self.compiled is not None and self.compiled.needed_bytes is not None:
+            return self.compiled.needed_bytes
         return self.peak_bytes if self.bound_bytes is None else self.bound_bytes
 
     @property
     def best_known_seconds(self) -> float:
-        """What a step takes: by its program, where that is known, and as a sum else."""
-        return self.seconds if self.program_seconds is None else self.program_seconds
+        """What a step takes: by its program, where that is known, and as a sum else; with what is sent beyond its plan,
+        where it was compiled."""
+        seconds = self.seconds if self.program_seconds is None else self.program_seconds
+        return seconds if self.compiled is None else max(seconds + self.compiled.more_seconds, 0.0)
 
     def fits(self, budget_bytes: float) -> bool:
-        """Whether a device needs at most `budget_bytes`."""
-        return self.needed_bytes <= budget_bytes
+        """Whether a device needs at most `budget_bytes`; and, where it was compiled, its compiler does not say
+        otherwise."""
+        return self.needed_bytes <= budget_bytes and (self.compiled is None or self.compiled.fits is not False)
 
     def is_as(self, other: Candidate) -> bool:
         """Whether it is the same rules on the same mesh as `other`, and runs alike."""

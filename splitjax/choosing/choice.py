@@ -125,6 +125,8 @@ class Choice:
         """Returns why a candidate was taken, or was not."""
         if candidate.is_as(self.best):
             return "taken"
+        if candidate.compiled is not None and candidate.compiled.fits is False:
+            return "needs more than there is, as compiled"
         if math.isinf(self.budget_bytes) or candidate.fits(self.budget_bytes):
             return self._how_fast(candidate)
         if candidate.bound_bytes is not None:
@@ -134,12 +136,14 @@ class Choice:
         return "slower, and needs more than the budget by the sum"
 
     def _how_fast(self, candidate: Candidate) -> str:
-        taken = self.best.program_seconds
-        if taken is None:
-            return "slower" if candidate.seconds > self.best.seconds else "as fast"
-        if candidate.program_seconds is None:
+        best = self.best
+        if best.program_seconds is None and best.compiled is None:
+            return "slower" if candidate.seconds > best.seconds else "as fast"
+        if best.program_seconds is not None and candidate.program_seconds is None:
             return "not lowered"
-        return "slower" if candidate.program_seconds > taken else "as fast"
+        if candidate.best_known_seconds > best.best_known_seconds:
+            return "slower"
+        return "as fast" if best.compiled is None or candidate.compiled is not None else "not compiled"
 
     def lines(self) -> Iterator[str]:
         """Yields what a plan notes of it, a line each."""
@@ -152,6 +156,7 @@ class Choice:
             yield from self._about_order()
         if not self.given:
             yield from self._about_rules()
+        yield from self._about_compiled()
         if STATE in self.also:
             yield self._about_state()
         if REMAT in self.also:
@@ -217,6 +222,24 @@ class Choice:
             more = f" and {len(each.layers) - 1} like it" if len(each.layers) > 1 else ""
             rest = "; ".join(value for value in each.values if value != each.chosen)
             yield f"{each.name}{more}: {each.chosen}" + (f" (it could be: {rest})" if rest else "")
+
+    @property
+    def compiled(self) -> tuple[Candidate, ...]:
+        """The candidates that were compiled ahead of time, the fastest as a sum first."""
+        return tuple(each for each in self.candidates if each.compiled is not None)
+
+    def _about_compiled(self) -> Iterator[str]:
+        """Says what the compiler of the machine made of the candidates that were compiled."""
+        for each in self.compiled:
+            found = each.compiled
+            assert found is not None, "it was compiled"
+            needs = "" if found.needed_bytes is None else f" needs {bytes_text(found.needed_bytes)} a device"
+            fits = {True: ", which fits", False: ", which does not fit", None: ""}[found.fits]
+            sent = found.sent_bytes
+            sends = "" if sent is None else (
+                f"; sends {bytes_text(sent)} a step, planned {bytes_text(found.planned_bytes)}"
+            )  # fmt: skip
+            yield f"compiled ahead of time: {each.name} on {each.mesh}{needs}{fits}{sends} ({self.verdict(each)})"
 
     def _about_state(self) -> str:
         """Says how optimizer state lies, and what the other way would take."""

@@ -120,6 +120,11 @@ class ModelCommand(CommandOptions):
         is no size."""
         return parse_bytes(self.memory_budget, "--memory-budget")
 
+    @property
+    def num_compiled(self) -> int:
+        """How many layouts at most are compiled for the target before one is chosen."""
+        return 0
+
     def asked_mesh(self) -> MeshShape | AutoMesh:
         """Returns the shape of the mesh, or for how many devices it is to be chosen. Raises `MeshError` for options
         that make none."""
@@ -182,6 +187,7 @@ class ModelCommand(CommandOptions):
                 self.chosen_for,
                 parse_microbatches(self.microbatches),
                 self.remat,
+                self.num_compiled,
             ),
             self.optimizer,
             self.batch_size,

@@ -69,7 +69,7 @@ class LayoutChoice:
     """Says how the step is laid out.
 
     - `mesh`: its axes with their sizes, or how many devices it is chosen for. `roles`: what was said of its axes.
-    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`, `microbatches`, `remat`: as of
+    - `rules`, `group_comm`, `shard_state`, `memory_budget`, `target`, `microbatches`, `remat`, `compile_best`: as of
       `splitjax.parallelize`.
     """
 
@@ -82,6 +82,7 @@ class LayoutChoice:
     target: str | pathlib.Path | None = None
     microbatches: int | AutoWord | None = None
     remat: RematText | None = None
+    compile_best: int = 0
 
 
 def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerName, batch_size: int) -> Planned:
@@ -108,6 +109,7 @@ def planned_step(model: ModelChoice, layout: LayoutChoice, optimizer: OptimizerN
         "target": layout.target,
         "microbatches": layout.microbatches,
         "remat": layout.remat,
+        "compile_best": layout.compile_best,
     }
     if isinstance(spec, models.OwnStep):
         step = splitjax.parallelize(spec.train_step, **options)

@@ -47,6 +47,10 @@ class ShowPlan(ModelCommand):
     """Compile the step for the machine of --target with its own compiler, which needs no such device, and show what a
     device needs and sends beside the prediction; exits with 1 where it does not fit into --memory-budget, or into what
     a device has. auto does so where that compiler is installed."""
+    compile_best: int = 0
+    """Where auto chooses for --target: compile so many of the best layouts at most with its compiler before one is
+    taken. The next one is compiled only where the one before does not fit, or sends so much more than planned that it
+    may be slower."""
     compiled_json: pathlib.Path | None = None
     """Write what the compiler made of it to this file too."""
     pareto: TargetTexts = ()
@@ -74,6 +78,11 @@ class ShowPlan(ModelCommand):
     def chosen_for(self) -> str | pathlib.Path | None:
         """The machine by whose figures auto chooses."""
         return self.machine if self.machine is not None or self.target is None else pathlib.Path(self.target)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many layouts at most are compiled for the target before one is chosen."""
+        return self.compile_best
 
     @property
     def compiles(self) -> bool:
@@ -183,6 +192,7 @@ class ShowPlan(ModelCommand):
             "--svg": self.svg, "--lock": self.lock, "--assert-max-memory": self.assert_max_memory,
             "--assert-max-collective-bytes": self.assert_max_collective_bytes, "--compiled-json": self.compiled_json,
             "--compile": self.compile if self.compile == "always" else None,
+            "--compile-best": self.compile_best or None,
         }  # fmt: skip
         for option, value in of_a_plan.items():
             if value is not None:

@@ -65,6 +65,7 @@ class Recipe:
     - `memory_budget_bytes`: what a device may need where the rules are chosen; infinity without a budget.
     - `target`: the machine that it is for; None for the one that JAX sees.
     - `calibration`: what was measured of the machine that it is for; None where nothing was, or is not told.
+    - `compile_best`: how many candidates at most are compiled for `target` before one is chosen.
     - `verify`: `first` to compare with one device before the first call of a signature; None to leave that away.
     """
 
@@ -90,6 +91,7 @@ class Recipe:
     memory_budget_bytes: float = math.inf
     target: Target | None = None
     calibration: Calibration | None = None
+    compile_best: int = 0
 
     @property
     def is_open(self) -> bool:

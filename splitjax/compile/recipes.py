@@ -24,7 +24,7 @@ from splitjax.planning.tables.sync_request import parse
 from splitjax.roles import read_roles
 from splitjax.rules import load_rules
 from splitjax.rules.ruleset import AUTO, TO_BE_CHOSEN
-from splitjax.step.options import check_options, resolve_plan
+from splitjax.step.options import OptionError, check_options, resolve_plan
 from splitjax.step.positions import make_options
 from splitjax.step.remat.rematerialising import Remat
 
@@ -73,6 +73,7 @@ def make_recipe(fn: Callable[..., Any], given: Mapping[str, Any]) -> Recipe:
         target=read_target(target, f"{place}, target"),
         calibration=_read_calibration(target),
         roles=read_roles(given["roles"], f"{place}, roles"),
+        compile_best=_compile_best(given, place),
     )
 
 
@@ -124,8 +125,7 @@ def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
     no size, and where nothing is chosen."""
     budget = given["memory_budget"]
     num_bytes = read_budget(budget, place)
-    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state", "microbatches", "remat"))
-    if budget is not None and not chosen and not isinstance(mesh_asked_for(given["mesh"]), AutoMesh):
+    if budget is not None and not _is_chosen(given):
         raise BudgetError(
             "a budget decides among layouts, and rules and mesh are said already",
             value=budget,
@@ -134,6 +134,33 @@ def _budget_bytes(given: Mapping[str, Any], place: str) -> float:
             " `splitjax plan --assert-max-memory` checks what rules need",
         )
     return num_bytes
+
+
+def _is_chosen(given: Mapping[str, Any]) -> bool:
+    """Returns whether one of the options `given` is left to be chosen."""
+    chosen = any(_is_auto(given[option]) for option in ("rules", "shard_state", "microbatches", "remat"))
+    return chosen or isinstance(mesh_asked_for(given["mesh"]), AutoMesh)
+
+
+def _compile_best(given: Mapping[str, Any], place: str) -> int:
+    """Returns the option `compile_best` of those `given`. Raises `TargetError` where there is no machine to compile
+    for, and `OptionError` where nothing is chosen."""
+    number, target = int(given["compile_best"]), given["target"]
+    if number and not _is_chosen(given):
+        raise OptionError(
+            "layouts are compiled to choose among them, and rules and mesh are said already",
+            value=number,
+            place=f"{place}, compile_best",
+            remedy='give it beside rules="auto" or mesh="auto"; step.check_target(...) compiles a layout that is said',
+        )
+    if number and (target is None or _is_calibration(target)):
+        raise TargetError(
+            "the machine to compile for is not said",
+            value=target,
+            place=f"{place}, compile_best",
+            remedy='name it: target="tpu:v5e:4x4"',
+        )
+    return number
 
 
 def read_budget(budget: str | int | None, place: str) -> float:

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import re
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -31,6 +32,8 @@ from splitjax.step.processes import value_digest
 TIMEOUT_SECONDS = 300.0
 # Longer than any compilation.
 _COMPILE_SECONDS = 7 * 24 * 3600.0
+# Between two looks at what process 0 has decided.
+_POLL_SECONDS = 0.05
 # The coordination service refuses messages above 4 MB.
 _PACKED_LIMIT = 2_000_000
 _UNPACKED_LIMIT = 64 << 20
@@ -117,6 +120,76 @@ def agree_on_choice(name: str, choice: str, timeout_seconds: float = TIMEOUT_SEC
         {"choice": choice},
         lambda folder, _: _first_line(_unpacked(client.blocking_key_value_get(f"{folder}choice", 10_000)), choice),
     )
+
+
+def come_to_decision(name: str, subject: str) -> str:
+    """Says that this process has come to where process 0 decides something for all processes of the run; waits for
+    nobody.
+
+    **Arguments:** `name`: of the step. `subject`: what is decided about, the same in all processes.
+
+    **Returns** where the decision will be: of several about the same, the n-th for the n-th call in each process."""
+    client: CoordinationClient | None = _compat.coordination_client()
+    assert client is not None, "a process that is alone in its run decides itself"
+    return _publish(client, f"{name}/decided/{subject}", jax.process_index(), "is here")
+
+
+def leave_decision(folder: str, text: str) -> None:
+    """Leaves what process 0 decided for the others.
+
+    **Arguments:** `folder`: where (`come_to_decision`). `text`: the decision; empty for none."""
+    client: CoordinationClient | None = _compat.coordination_client()
+    assert client is not None, "a process that is alone in its run decides itself"
+    client.key_value_set(f"{folder}decision", _packed(text))
+
+
+def wait_for_decision(folder: str, name: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+    """Waits for what process 0 decides, in another process.
+
+    **Arguments:** `folder`: where it will be (`come_to_decision`). `name`: of the step. `timeout_seconds`: how long
+    process 0 may take to come here; once it is here, it may take as long as it does.
+
+    **Returns** the decision; empty where process 0 has none, or went on to compare what all chose (`agree_on_choice`)
+    and never came here, as it was asked for something else.
+
+    Raises `ProcessError` where process 0 did not come in time, or is gone."""
+    client: CoordinationClient | None = _compat.coordination_client()
+    assert client is not None, "a process that is alone in its run decides itself"
+    rank = jax.process_index()
+    place = f"choice of mesh and rules of {name} in process {rank}"
+    ends = time.monotonic() + timeout_seconds
+    while True:
+        # In this order: where process 0 is ahead, it has been here before, or never will be.
+        is_ahead = _first_is_ahead(client, f"splitjax/{name}/choice/", rank)
+        is_here = any(key.endswith("/0") for key, _ in client.key_value_dir_get(f"{folder}items/"))
+        if is_here or is_ahead:
+            break
+        if time.monotonic() > ends:
+            raise ProcessError(
+                f"process 0 came to no choice of mesh or rules for this step within {timeout_seconds:g} s",
+                value=name,
+                place=place,
+                remedy="every process must call the same steps in the same order, as process 0 chooses for all of them;"
+                " or say mesh and rules yourself",
+            )
+        time.sleep(_POLL_SECONDS)
+    if not is_here:
+        return ""
+    try:
+        return _unpacked(client.blocking_key_value_get(f"{folder}decision", round(_COMPILE_SECONDS * 1000)))
+    except Exception as error:  # the runtime's own type differs by version
+        raise ProcessError(
+            f"process 0 did not end its choice of mesh and rules: {str(error).splitlines()[0][:300]}",
+            place=place,
+            remedy="see how process 0 ended",
+        ) from error
+
+
+def _first_is_ahead(client: CoordinationClient, folder: str, rank: int) -> bool:
+    """Returns whether process 0 waits in a meeting below `folder` to which process `rank` has not come yet."""
+    keys = [key.rsplit("/", 3) for key, _ in client.key_value_dir_get(folder)]
+    came = {process: {number for _, number, _, who in keys if who == process} for process in ("0", str(rank))}
+    return bool(came["0"] - came[str(rank)])
 
 
 def _digest(text: str) -> str:
@@ -272,7 +345,7 @@ def _sentence(what: str, process: int) -> str:
 def _remedy(what: str) -> str:
     if what == "choice":
         return (
-            "give every process the same step, options, calibration and versions, from which all choose alike; or say"
+            "give every process the same step, options and versions, so that process 0 chooses for all of them; or say"
             " mesh and rules yourself"
         )
     if what == "plan":

@@ -79,6 +79,7 @@ class ParallelizeOptions(TypedDict, total=False):
     verify: VerifyWhen | None
     memory_budget: str | int | None
     target: str | os.PathLike[str] | Target | Calibration | None
+    compile_best: int
 
 
 # Of `splitjax.parallelize`; the others say in which they differ.
@@ -104,6 +105,7 @@ DEFAULTS: ParallelizeOptions = {
     "verify": None,
     "memory_budget": None,
     "target": None,
+    "compile_best": 0,
 }
 
 

@@ -83,6 +83,15 @@ def check_options(fn: object, given: Mapping[str, Any]) -> None:
                 'use "first" to verify the step before its first call, or None; step.verify(...) does it at any time'
             ),
         )
+    compile_best = given["compile_best"]
+    is_number = isinstance(compile_best, (int, np.integer)) and not isinstance(compile_best, bool)
+    if not is_number or compile_best < 0:
+        raise OptionError(
+            "compile_best is how many layouts are compiled at most before one is chosen",
+            value=compile_best,
+            place=f"{place}, compile_best",
+            remedy="give a whole number, 0 for none",
+        )
     if isinstance(mesh, str) and mesh != AUTO:
         raise OptionError(
             "a mesh is no string",

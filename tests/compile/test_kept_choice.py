@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import splitjax
-from splitjax.compile import choosing as deciding
-from splitjax.compile import kept_choice
+from splitjax.compile.choosing import asked as asking
+from splitjax.compile.choosing import deciding
 from splitjax.search import toulbar
 
 f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -97,7 +97,7 @@ def test_whatever_a_choice_depends_on_has_a_file_of_its_own(folder, searches):
 
 def test_another_version_searches_again(folder, searches, monkeypatch):
     chosen()
-    monkeypatch.setattr(kept_choice, "_sources", lambda: "another version")
+    monkeypatch.setattr(asking, "_sources", lambda: "another version")
     chosen()
     assert len(searches) == 2 == len(files(folder))
 

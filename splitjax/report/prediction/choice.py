@@ -11,6 +11,16 @@ from splitjax.choosing.choice import listed
 from splitjax.display.document import Column, Document, Pairs, Paragraph, Part, Section, Table
 from splitjax.display.figures import bytes_text, seconds_text, share_text
 
+_OF_COMPILED = (
+    Column("mesh", "code"),
+    Column("rules"),
+    Column("needs", "number"),
+    Column("fits"),
+    Column("sends", "number"),
+    Column("planned", "number"),
+    Column("longer by", "number"),
+    Column("compiling", "number"),
+)
 # `Choice.candidates`, `refused` and `variables` have all of them.
 _NUM_ROWS = 24
 
@@ -46,12 +56,28 @@ def choice_document(choice: Choice) -> Document:
     parts: tuple[Part, ...] = (
         Pairs(tuple(facts)),
         _section("compared", columns, rows, len(choice.candidates)),
+        _section("compiled ahead of time", _OF_COMPILED, tuple(map(_compiled_row, choice.compiled)), 0),
         _section("not on this step or mesh", of_refused, refused, len(choice.refused)),
         _section("decided by the search", of_variables, variables, len(choice.variables)),
     )
     fitting = "" if math.isinf(choice.budget_bytes) else " that fits"
     verdict = f"{best.name} on {choice.mesh} is taken: the fastest by the prediction{fitting}"
     return Document(f"choice of {listed(choice.options)}", parts, verdict)
+
+
+def _compiled_row(each: Candidate) -> tuple[str, ...]:
+    found = each.compiled
+    assert found is not None, "`Choice.compiled` has those that were compiled"
+    return (
+        str(each.mesh),
+        each.name,
+        "" if found.needed_bytes is None else bytes_text(found.needed_bytes),
+        {True: "yes", False: "no", None: "not known"}[found.fits],
+        "" if found.sent_bytes is None else bytes_text(found.sent_bytes),
+        bytes_text(found.planned_bytes),
+        seconds_text(found.more_seconds),
+        seconds_text(found.compile_seconds),
+    )
 
 
 def _section(title: str, columns: tuple[Column, ...], rows: tuple[tuple[str, ...], ...], count: int) -> Section:
