@@ -57,6 +57,7 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
             "accuracy",
         ),
     ),
+    "planner": _by_parts("planner", "", ("quality", "time", "compiled", "search", "memory")),
     "splitbrain": _by_parts(
         "splitbrain", "", ("memory", "speed", "crossings", "crossing-speed", "scaling", "bytes", "numbers")
     ),

@@ -4,6 +4,7 @@
     python -m benchmarks planner --truth FILE              what `benchmarks.planner.truth` compiled for GPUs or TPUs
     python -m benchmarks planner --only time [--quick]     the time of steps (`benchmarks.planner.speed`)
     python -m benchmarks planner --only search [--quick]   the time to choose layouts (`benchmarks.planner.search`)
+    python -m benchmarks planner --only compiled [--quick] what libtpu says of them (`benchmarks.planner.compiled`)
     python -m benchmarks planner --only quality [--quick]  plans of `auto` that run (`benchmarks.planner.quality`)
 
 Every cell is a model under a layout with a batch, for a target. A third of them, by a hash of their names, is held out:
@@ -300,7 +301,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one small cell, compiled; written where --output says")
     parser.add_argument("--output", type=pathlib.Path, help="folder of the page, instead of benchmarks/results")
     parser.add_argument(
-        "--only", choices=("memory", "time", "search", "quality"), default="memory", help="what is predicted"
+        "--only",
+        choices=("memory", "time", "search", "compiled", "quality"),
+        default="memory",
+        help="what is predicted",
     )
     parser.add_argument(
         "--parts", nargs="*", default=[], help="with --only quality: links, or memory; with --only time: places"
@@ -315,6 +319,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.planner import search
 
         return search.main(options.quick, options.output)
+    if options.only == "compiled":
+        from benchmarks.planner import compiled
+
+        return compiled.main(options.quick, options.output)
     if options.only == "quality":
         from benchmarks.planner import quality
 
