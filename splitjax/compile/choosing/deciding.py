@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from splitjax.choosing import MICROBATCHES, AutoMesh, Candidate, Choice, Refused, in_turn, may_fit, over_budget, rank
-from splitjax.compile.choosing.compiled import best_compiled, compiled_for
 from splitjax.compile.choosing.places import Build, Decided, Places
 from splitjax.compile.entry import CompiledEntry, Recipe
 from splitjax.compile.observed_entry import observed_entry
@@ -69,11 +68,12 @@ def build_chosen(recipe: Recipe, asked: Mesh | AbstractMesh | AutoMesh, bound: B
     if not shared.is_ours:
         told = shared.read()
         return _kept_or_decided(places, recipe, build) if told is None else places.built(told, build)
-    decided: Decided | None = None
+    choice: Choice | None = None
     try:
         decided = _kept_or_decided(places, recipe, build)
-    finally:  # the others wait, and find out for themselves what is wrong
-        shared.leave(None if decided is None else decided.choice)
+        choice = decided.choice
+    finally:  # the others wait; where nothing was chosen, they find out for themselves what is wrong
+        shared.leave(choice)
     return decided
 
 
@@ -137,6 +137,8 @@ def _decided(places: Places, recipe: Recipe, build: Build) -> Decided:
 def _as_compiled(places: Places, recipe: Recipe, choice: Choice, lowered: Sequence[Candidate], build: Build) -> Decided:
     """Compiles the best few of the candidates that were `lowered`, and builds the one that is taken then. Raises
     `BudgetError` where none of them fits as compiled."""
+    from splitjax.compile.choosing.compiled import best_compiled, compiled_for  # loads what reads compiled programs
+
     budget, target = choice.budget_bytes, recipe.target
     assert target is not None, "`compile_best` is asked for beside a target"
     refused: list[Refused] = []

@@ -37,6 +37,7 @@ from splitjax.step.arguments import Bound
 from splitjax.step.microbatches import why_not_in_microbatches
 from splitjax.step.remat.rematerialising import Remat, choices_of, repeated_blocks, why_not_again
 from splitjax.step.traced import Traced, trace_anywhere, trace_step
+from splitjax.trace.graph import Graph
 
 # Makes the draft and the entry of a recipe on a mesh from a traced call, with lines for the notes of the plan.
 Build = Callable[[Recipe, "Mesh | AbstractMesh", Traced, tuple[str, ...]], tuple[Draft, CompiledEntry]]
@@ -100,7 +101,7 @@ class Places:
         self._shapes = [shape.with_roles(recipe.roles) for shape in shapes]
         self._further = [shape.with_roles(recipe.roles) for shape in further]
         self._reordered = [shape.with_roles(recipe.roles) for shape in reordered]
-        self.graph = self._traced.graph
+        self.graph: Graph = self._traced.graph
         self._why_whole = why_not_in_microbatches(self._traced.jaxpr)
         self._pricings: list[Pricing] = []
         self._again: dict[Remat, Traced] = {}
