@@ -51,3 +51,19 @@ def test_every_arrangement_of_arguments_keeps_what_the_first_does(frontend, told
     first, second = step.plan(params, batch), step.plan(params, batch, np.float32(2))
     assert second.remat == first.remat != () and step.choice is not None
     assert told == "auto" or first.remat == (BlockRemat("params/layers", told),)
+
+
+@pytest.mark.parametrize("frontend", [splitjax.equinox, splitjax.nnx], ids=lambda module: module.__name__)
+def test_what_was_compiled_to_be_chosen_is_chosen_once(frontend):
+    """Another arrangement of arguments has the rules of the first, among which nothing is left to be compiled."""
+
+    def train_step(params, batch, factor=None):
+        loss, grads = splitjax.value_and_grad(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss if factor is None else factor * loss
+
+    params, batch = {"w": np.ones((8, 8), np.float32)}, np.ones((16, 8), np.float32)
+    step = frontend.parallelize(
+        train_step, mesh={"data": 2}, rules="auto", target="cpu:2", compile_best=1, state_argnums=0, batch_argnums=1
+    )
+    first, second = step.plan(params, batch), step.plan(params, batch, np.float32(2))
+    assert step.choice.compiled and second.rules == first.rules

@@ -4,8 +4,9 @@
 
 `mesh="auto", rules="auto", remat="auto", compile_best=3` for 64 chips of a TPU v5e (`tpu:v5e:8x8`) with a budget of a
 chip: the layouts that are predicted to be fastest and fit by the upper bound of their memory are compiled by libtpu,
-without a TPU, until one of them fits and sends no more than another one would take longer. Seconds are of the wall, of
-one compilation each; the search before takes as long as on the page of searches.
+without a TPU, until one of them fits, and what it sends beyond its plan does not make it slower than the next one is
+predicted to be. Seconds are of the wall, of one compilation each; the search before takes as long as on the page of
+searches.
 """
 
 from __future__ import annotations

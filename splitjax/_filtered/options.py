@@ -96,7 +96,7 @@ class SharedChoice:
             # A policy of the user is no part of what was compared, and stays as it was given.
             if isinstance(self._told["remat"], str) and self._told["remat"] == AUTO:
                 chosen["remat"] = {each.name: each.keeps for each in best.remat}
-            return {**self._told, **chosen, "mesh": self.mesh, "memory_budget": None}
+            return {**self._told, **chosen, "mesh": self.mesh, "memory_budget": None, "compile_best": 0}
         return {**self._told, "mesh": self._asked if isinstance(self._asked, AutoMesh) else self.mesh}
 
     @property

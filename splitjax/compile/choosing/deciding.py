@@ -3,7 +3,7 @@ its gradients are taken, what its blocks keep, when the first call is planned.
 
 A recipe, what is asked for as a mesh, and a call come in; the recipe with what was chosen, the mesh and what was built
 by them come out. The choice depends on the call, the number of devices and the options alone and ends by a limit of
-work, so that processes that run one program choose alike.
+work, so that processes that run one program choose alike; in a run of several, process 0 chooses for all.
 
 The search goes by sums, of seconds and of all that a step stores, which are quick. What is taken is compared by its
 lowered step. With a budget that must fit by the lifetimes of its arrays, as its plan shows them: candidates are
@@ -11,7 +11,8 @@ lowered, the fastest first, until the upper bound of one is within the budget. W
 are chosen, a layout that needs more is tried in more and more of them, with blocks computed again, and both, as long as
 that could do, in the order of all their seconds. Where the machine is known, by a target's published figures or a
 calibration, the best few that fit are lowered, with the best of every shipped rule set, and the fastest program is
-taken, as `step.time` predicts it: with what is sent while the devices compute, and with what is computed again.
+taken, as `step.time` predicts it: with what is sent while the devices compute, and with what is computed again. With
+`compile_best` the machine's own compiler confirms that program first, or has the next one tried.
 """
 
 from __future__ import annotations

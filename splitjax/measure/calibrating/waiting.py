@@ -7,8 +7,8 @@ take longer than the computing and the sum alone is the wait.
 
 On a shared machine seconds of one program drift by more than a wait from one moment to the next. So turns with and
 without the sum are called right behind each other, and what counts is the median of their differences. The sum alone
-goes by its fastest rounds, as in all that is calibrated of collectives: it takes 0.6 ms or 3 ms here, for seconds at a
-time, and what it takes beyond the former is waiting, too.
+goes by its fastest rounds, as in all that is calibrated of collectives: two processes on a shared machine of two cores
+were seen to take 0.6 ms for it and 3 ms, for seconds at a time, and what it takes beyond the former is waiting, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _MESSAGE_SIZE = 256  # numbers that are added up
 _TRIAL_PRODUCTS, _TRIAL_TURNS = 64, 16
 _ROUNDS, _ROUND_SECONDS = 20, 0.03
 _QUARTILES = 4
-
-
 # Calls so many turns of so many products, and returns the seconds of one.
 _Turns = Callable[[int, int], float]
 

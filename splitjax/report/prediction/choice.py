@@ -61,7 +61,8 @@ def choice_document(choice: Choice) -> Document:
         _section("decided by the search", of_variables, variables, len(choice.variables)),
     )
     fitting = "" if math.isinf(choice.budget_bytes) else " that fits"
-    verdict = f"{best.name} on {choice.mesh} is taken: the fastest by the prediction{fitting}"
+    sent = ", with what it sends as compiled" if best.compiled is not None else ""
+    verdict = f"{best.name} on {choice.mesh} is taken: the fastest by the prediction{sent}{fitting}"
     return Document(f"choice of {listed(choice.options)}", parts, verdict)
 
 
