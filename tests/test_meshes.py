@@ -25,7 +25,7 @@ from tests.processes import run_processes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = {"explicit": (EXPLICIT, EXPLICIT), "auto": (AUTO, AUTO), "mixed": (EXPLICIT, AUTO)}
-RULES = ("splitbrain", "megatron", "fsdp", "data_parallel", "embedding_owner")
+RULES = ("splitbrain", "splitbrain_fsdp", "megatron", "fsdp", "data_parallel", "embedding_owner")
 TX = optax.adam(1e-2)
 
 

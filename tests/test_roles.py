@@ -22,6 +22,7 @@ MESHES = {
     "transformer": (CUBE, {"replica": 2, "data": 2, "model": 2}, {"fsdp": 2, "ep": 2, "tp": 2}),
     "megatron": (CUBE, {"replica": 2, "data": 2, "model": 2}),
     "splitbrain": ({"replica": 2, "data": 2, "model": 2}, {"data": 2, "tensor": 2, "tp": 2}),
+    "splitbrain_fsdp": (CUBE, {"replica": 2, "data": 2, "model": 2}),
     "fsdp": (CUBE, {"fsdp": 8}),
     "embedding_owner": (CUBE, {"fsdp": 8}),
     "data_parallel": (CUBE, {"x": 8}),
@@ -94,17 +95,17 @@ def one_device(name):
 
 
 def cells():
-    models = {"embedding_owner": ("embedding",), "transformer": ("transformer", "mlp", "cnn", "embedding")}
+    models = {"embedding_owner": ("embedding",), "splitbrain_fsdp": ("cnn",)}
     slow = pytest.mark.slow
     for rules, meshes in MESHES.items():
         for number, mesh in enumerate(meshes):
             for model in models.get(rules, ("transformer", "mlp", "cnn", "embedding")):
                 if "ep" in mesh:
                     continue
-                first = number == 0 and (model == "transformer" or rules in ("transformer", "embedding_owner"))
+                first = number == 0 and (model == "transformer" or rules in ("transformer", *models))
                 name = f"{rules}-{'x'.join(mesh)}-{model}"
                 # A rule set with the transformer on every version of JAX, and further models on one.
-                further = () if model == "transformer" or rules == "embedding_owner" else pytest.mark.one_version
+                further = () if model == "transformer" or rules in models else pytest.mark.one_version
                 yield pytest.param(rules, mesh, model, id=name, marks=further if first else slow)
     yield pytest.param("transformer", MESHES["transformer"][2], "experts", id="transformer-experts")
     # Nothing but experts' own axis to store the rest over.
@@ -208,7 +209,7 @@ def test_errors_name_axis_and_remedy():
             plan_of("megatron", {"data": 4, axis: 2}, "mlp")
     with pytest.raises(RuleError, match="every parameter whole on each of the fsdp=2") as caught:
         plan_of("splitbrain", {"data": 2, "fsdp": 2, "model": 2}, "mlp")
-    assert "'embedding_owner', 'fsdp', 'megatron', 'transformer' would use 'fsdp'" in str(caught.value)
+    assert "'fsdp', 'megatron', 'transformer' would use 'fsdp'" in str(caught.value)
 
 
 def test_own_sets_name_axes_or_roles():

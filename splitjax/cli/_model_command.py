@@ -72,8 +72,9 @@ class ModelCommand(CommandOptions):
     """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
     stage."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
-    installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by layer."""
+    """A shipped rule set (splitbrain, splitbrain_fsdp, megatron, transformer, fsdp, embedding_owner, data_parallel),
+    one that an installed package declares, the path of a TOML file, or package.module:RULES; auto chooses layer by
+    layer."""
     memory_budget: SizeText | None = None
     """What a device may need, such as 16GiB: where something is chosen, by auto or --choose-state, and what is compiled
     for a --target."""

@@ -138,8 +138,8 @@ class LayoutOptions:
     """What a mesh axis is for whose name does not tell it, as x=tensor: data, storage, tensor, expert, sequence or
     stage."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel), one that an
-    installed package declares, the path of a TOML file, or package.module:RULES."""
+    """A shipped rule set (splitbrain, splitbrain_fsdp, megatron, transformer, fsdp, embedding_owner, data_parallel),
+    one that an installed package declares, the path of a TOML file, or package.module:RULES."""
     group_comm: GroupComm = "auto"
     """How examples cross from whole into split layers."""
     shard_state: bool = False

@@ -41,8 +41,8 @@ class Demo(CommandOptions):
     mesh: MeshText = "data=2,model=4"
     """Mesh axes and their sizes: here 2 groups of 4 workers."""
     rules: str = "splitbrain"
-    """A shipped rule set (splitbrain, megatron, transformer, fsdp, embedding_owner, data_parallel) or the path of a
-    TOML file."""
+    """A shipped rule set (splitbrain, splitbrain_fsdp, megatron, transformer, fsdp, embedding_owner, data_parallel) or
+    the path of a TOML file."""
     shard_state: bool = False
     """Also split optimizer state and gradients of parameters that stay whole."""
     epochs: int = 8

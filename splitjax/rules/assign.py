@@ -17,7 +17,7 @@ from splitjax.roles import LATER, ROLE_BY_NAME, ROLE_NAMES, Role
 from splitjax.rules.blocks import in_blocks
 from splitjax.rules.decide import decide
 from splitjax.rules.decisions import Axes, Decisions
-from splitjax.rules.match import axes_text, dim_text, divides, sized_text
+from splitjax.rules.match import axes_text, dim_text, divides, first_match, sized_text
 from splitjax.rules.pins import Pin, contradiction, is_own
 from splitjax.rules.rule import Rule
 from splitjax.rules.ruleset import RuleSet, available, load_rules
@@ -180,7 +180,8 @@ def refused_roles(rules: RuleSet, mesh: MeshShape) -> Refusal | None:
     """Returns the refusal of an axis of `mesh`, of a size above 1, that means nothing to the set `rules`; None without.
 
     No rule names it, and its role is not known (`MeshError`) or belongs to a later version (`UnavailableError`); or a
-    rule stores weights over it, over which the batch does not lie (`RuleError`)."""
+    rule stores weights over it, over which the batch does not lie (`RuleError`), or within a group alone
+    (`MeshError`)."""
     named = mesh.roles.resolve((*rules.axes, *(axis for rule in rules.rules for axis in rule.axes)))
     for axis in mesh.present(mesh.names):
         role = mesh.roles.role(axis)
@@ -216,6 +217,17 @@ def refused_roles(rules: RuleSet, mesh: MeshShape) -> Refusal | None:
                 remedy=f"take {' and '.join(apart)} out of store, compute over it (shard), or put it into"
                 " replicated_batch",
                 kind=RuleError,
+            )
+        stored = mesh.present(mesh.meant(rule.store)) if rule.store and rules.replicated_batch == "all" else ()
+        if stored and mesh.storing.isdisjoint(stored):
+            return Refusal(
+                f"the rule stores weights over {' and '.join(stored)} alone, whose devices are one group: what lies in"
+                " parts within a group is computed in parts there, and not gathered",
+                value=dict(mesh.axes),
+                place=f"mesh, with rule {rule.name!r} of rule set {rules.name!r}",
+                remedy="give an axis of the role data or storage more than one device,"
+                " such as {'data': 2, 'model': 4} for eight",
+                kind=MeshError,
             )
     return None
 
@@ -254,7 +266,8 @@ def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, a
         lines.append(f"  rule {rule.name!r} ({rule.matchers}): {_why_idle(rule, axis, mesh, decisions)}")
     if not rules.rules:
         lines.append("  the set has no rules")
-    others = [name for name in _users_of(mesh, axis) if name != rules.name]
+    kinds = {it.path: it.kind for it in decisions.params.values()}
+    others = [name for name in _users_of(graph, mesh.roles.role(axis), kinds) if name != rules.name]
     remedy = (
         f"add a rule that shards one of these over {axis!r}, take {axis!r} out of the mesh, or say allow_replicated ="
         " true" + (f"; of the shipped rule sets {', '.join(map(repr, others))} would use {axis!r}" if others else "")
@@ -262,11 +275,19 @@ def _idle(graph: Graph, rules: RuleSet, mesh: MeshShape, decisions: Decisions, a
     return RuleError("\n".join(lines), value=dict(mesh.axes), place=f"rule set {rules.name!r}", remedy=remedy)
 
 
-def _users_of(mesh: MeshShape, axis: str) -> tuple[str, ...]:
-    """Returns the names of the shipped rule sets that shard parameters over an axis of this role."""
-    role = mesh.roles.role(axis)
+def _users_of(graph: Graph, role: Role | None, kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the names of the shipped rule sets with a rule that decides a parameter of this step and names an axis of
+    this role. `kinds`: of the layers, by the path of the parameter."""
     sets = (load_rules(name) for name in available())
-    return tuple(rules.name for rules in sets if any(role in rule.axes for rule in rules.rules))
+    return tuple(
+        rules.name
+        for rules in sets
+        if any(
+            (rule := first_match(rules.rules, leaf, kinds[leaf.path])) is not None and role in rule.axes
+            for leaf in graph.params
+            if leaf.path in kinds
+        )
+    )
 
 
 def _why_idle(rule: Rule, axis: str, mesh: MeshShape, decisions: Decisions) -> str:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from splitjax.sync.costs.schemes import ByRows, SchemeCosts
 
 # The rule sets in `sharding_rules/`. Rules of one's own come as a `RuleSet` or as the path of a TOML file.
-RuleSetName: TypeAlias = Literal["splitbrain", "megatron", "transformer", "fsdp", "data_parallel", "embedding_owner"]
+RuleSetName: TypeAlias = Literal[
+    "splitbrain", "splitbrain_fsdp", "megatron", "transformer", "fsdp", "data_parallel", "embedding_owner"
+]
 # What a mesh axis is for (`splitjax.roles.Role`).
 RoleName: TypeAlias = Literal["data", "storage", "tensor", "expert", "sequence", "stage"]
 # The schemes that `splitjax.sync` brings, and the choice among them. A scheme of one's own comes as a `Scheme`; by

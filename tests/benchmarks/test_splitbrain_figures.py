@@ -230,7 +230,7 @@ def test_parts_name_what_exists():
 
 def test_memory_is_compared_with_all_reduces_apart_and_together():
     def measured(variant, placed, target="cpu"):
-        return memory.Measured(variant, "cifar", 8, target, 100, placed + 50, placed, placed, 0, 7, 1.0)
+        return memory.Measured(variant, "cifar", 8, target, 100, placed + 50, placed, placed, 0, 2**20, 7, 1.0)
 
     split = memory.Variant("splitbrain", 8, "gather", shard_state=True)
     found = [measured(memory.BASE, 500), measured(memory.APART, 400), measured(split, 110), measured(memory.FSDP, 90)]

@@ -10,7 +10,7 @@ from splitjax.errors import RuleError, UnavailableError
 from splitjax.rules import Rule, RuleSet, available, load_rules, register_rules
 from splitjax.rules import ruleset as module
 
-SHIPPED = ("data_parallel", "embedding_owner", "fsdp", "megatron", "splitbrain", "transformer")
+SHIPPED = ("data_parallel", "embedding_owner", "fsdp", "megatron", "splitbrain", "splitbrain_fsdp", "transformer")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
