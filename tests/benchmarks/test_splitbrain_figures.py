@@ -203,8 +203,10 @@ def test_crossing_bytes_of_turns_are_twice_those_of_gather():
 def test_goals_and_speedups():
     assert Goal("less", 0.7, 0.68, False).ok and not Goal("ratio", 1.2, 1.15, True).ok
     assert str(Goal("less", 0.7, 0.68, False, ".0%")) == "pass less: 70% (goal: at least 68%)"
-    rounds = [scaling.Round({scaling.SINGLE: 1.0, "way": 1.25}, 0.0, 1.0)]
+    taken = {scaling.SINGLE: 1.0, "way": 1.25, scaling.APART: 1.0, scaling.EXCHANGE: 0.3}
+    rounds = [scaling.Round(taken, {**taken, scaling.EXCHANGE: 0.25}, 0.0, 1.0)]
     assert scaling.speedups(rounds, "way") == [1.6]
+    assert scaling.bounds(rounds) == [1.6]  # what waits at a collective is no time of the core
 
 
 def test_calls_take_turns():
