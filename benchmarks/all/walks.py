@@ -38,7 +38,18 @@ WALKS: Mapping[str, tuple[Walk, ...]] = {
     "sparse": _by_parts(
         "sparse",
         "--data-dir {data}",
-        ("end_to_end", "schemes", "choice", "messages", "local", "big_table", "widths", "overflow", "overflow_time"),
+        (
+            "end_to_end",
+            "schemes",
+            "choice",
+            "messages",
+            "local",
+            "big_table",
+            "widths",
+            "overflow",
+            "overflow_time",
+            "overflow_tried",
+        ),
     ),
     "jigsaw": _by_parts(
         "jigsaw",

@@ -25,7 +25,10 @@ from typing import Any
 from benchmarks._common import quiet_tpu_compiler
 from benchmarks._kept import Page, add_options, run_part, run_parts
 
-PARTS = ("schemes", "choice", "end_to_end", "messages", "local", "big_table", "widths", "overflow", "overflow_time")
+PARTS = (
+    "schemes", "choice", "end_to_end", "messages", "local", "big_table", "widths", "overflow", "overflow_time",
+    "overflow_tried",
+)  # fmt: skip
 TABLES = ("lm1b_input", "lm1b_softmax", "criteo", "wikitext")
 LINKS = ("100mbit", "200mbit", "1000mbit")
 
@@ -50,7 +53,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=[],
         metavar="N",
-        help="schemes, widths: 4 8 16; overflow: 4 16; messages: 4 16; end_to_end, choice, overflow_time: 4",
+        help="schemes, widths: 4 8 16; overflow: 4 16; messages: 4 16; end_to_end, choice, overflow_time,"
+        " overflow_tried: 4",
     )
     parser.add_argument(
         "--links",
@@ -81,6 +85,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         messages,
         overflow,
         overflow_time,
+        overflow_tried,
         schemes,
         widths,
     )
@@ -100,6 +105,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "messages": (messages, given([4, 16], ["100mbit"])),
         "big_table": (big_table, given([1], [])), "widths": (widths, given([4, 8, 16], [])),
         "overflow": (overflow, given([4, 16], [])), "overflow_time": (overflow_time, given([4], ["100mbit"])),
+        "overflow_tried": (overflow_tried, given([4], [])),
     }  # fmt: skip
     found: dict[str, Callable[[], Any]] = {}
     for part in options.only or PARTS:

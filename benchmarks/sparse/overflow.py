@@ -124,9 +124,26 @@ def demand(step: Sequence[np.ndarray], num_rows: int, pull: int) -> Demand:
 
 
 def run(rule: Rule, workload: Workload, steps: Sequence[Sequence[np.ndarray]], lookups: int, observed: int) -> Cost:
+    """Follows a rule as `follow` does, and says beside it what the formula gives for these steps."""
+    from splitjax import sync
+
+    cost = follow(rule, workload, steps, lookups, observed)
+    unseen = sync.measure([list(step) for step in steps[observed:]], workload.num_rows, workload.width)
+    return dataclasses.replace(cost, least=round(sync.RowExchange().formula_bytes(unseen) * cost.steps))
+
+
+def follow(
+    rule: Rule,
+    workload: Workload,
+    steps: Sequence[Sequence[np.ndarray]],
+    lookups: int,
+    observed: int,
+    needs: Callable[[Sequence[np.ndarray], int, int], Demand] = demand,
+) -> Cost:
     """Follows a rule through the steps of a run, the first `observed` of which it is not charged for.
 
-    `steps`: [step][worker] sorted unique ids. `lookups`: ids of a worker in a step, repeated ones included.
+    `steps`: [step][worker] sorted unique ids. `lookups`: ids of a worker in a step, repeated ones included. `needs`:
+    what gives a step's demand, as `demand` does. `least` stays 0.
     """
     from splitjax import sync
 
@@ -148,17 +165,13 @@ def run(rule: Rule, workload: Workload, steps: Sequence[Sequence[np.ndarray]], l
                 (seen, capacities), built, since, looked = choose(), built + 1, 0, 0
             continue
         padded += scheme.predicted_bytes(capacities, seen.table)
-        if not demand(step, workload.num_rows, capacities.pull).fits(capacities):
+        if not needs(step, workload.num_rows, capacities.pull).fits(capacities):
             fallen_back, fallbacks, since = fallen_back + seen.fallback_bytes, fallbacks + 1, since + 1
         looked += 1
         if looked % rule.checked == 0:
             to_observe = observed if since >= rule.most else 0
             since = 0 if rule.since_look else since
-    unseen = sync.measure([list(step) for step in steps[observed:]], workload.num_rows, workload.width)
-    least = round(scheme.formula_bytes(unseen) * (len(steps) - observed))
-    return Cost(
-        workload.name, rule.name, len(steps) - observed, padded, fallen_back, again, fallbacks, built, least
-    )  # fmt: skip
+    return Cost(workload.name, rule.name, len(steps) - observed, padded, fallen_back, again, fallbacks, built, 0)
 
 
 def count(workload: Workload, num_workers: int, num_steps: int) -> list[Cost]:
