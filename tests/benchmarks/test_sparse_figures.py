@@ -19,6 +19,7 @@ from benchmarks.sparse import (
     local,
     overflow,
     overflow_time,
+    overflow_tried,
     overflow_worker,
     schemes,
     ways,
@@ -438,6 +439,45 @@ def test_a_run_is_charged_for_padding_fallbacks_and_steps_that_are_observed_agai
     assert wide.sent == wide.padded + wide.fallen_back + wide.observed and wide.steps == 17
     section = overflow.report([[wide, found]], 2)
     assert "| made up | exact | 3 | 1 |" in "\n".join(section.lines) and len(section.goals) == 1
+
+
+def words_of_a_thousand(step, worker, _):
+    """Of four workers' rows one in two or four in five, of a thousand that together they nearly all have."""
+    rng = np.random.default_rng([step, worker])
+    return rng.permutation(1000)[: rng.integers(500, 800)]
+
+
+def test_room_by_counts_of_their_own_kind_is_told_by_unions_and_by_pairs():
+    workload = data.Workload("made up", "", 4000, 8, words_of_a_thousand)
+    seen = sync.measure(workload.sets(range(3), 4), 4000, 8)
+    usual, own = overflow.rules()[0].plan(seen), overflow_tried.by_own_kind(seen)
+    assert own.union < 1100 < usual.union, "the workers' rows vary much, and their union hardly"
+    assert own.push < usual.push and own.local == usual.local and own.pull == -(-own.union // 4)
+    assert own.union >= max(np.unique(np.concatenate(step)).size for step in seen.samples)
+
+
+def test_ways_that_were_tried_are_counted_from_several_starts_as_the_rules_are():
+    workload = data.Workload("made up", "", 4000, 8, words_of_a_thousand)
+    found = overflow_tried.tried(workload, 4, 40, 2)
+    steps, rules = workload.sets(range(43), 4), overflow.rules()
+    for start, costs in zip((0, 20), found.costs, strict=True):
+        turned = steps[start:] + steps[:start]
+        lookups = workload.ids(0, 0, 4).size
+        for place, rule in ((0, rules[0]), (3, rules[1])):
+            assert costs[place] == overflow.follow(rule, workload, turned, lookups, 3), "what is remembered is the same"
+        assert [cost.rule for cost in costs[1:3]] == [overflow_tried.OWN, overflow_tried.ONCE_MORE]
+        again = costs[2]
+        assert (again.steps, again.built, again.observed) == (40, 1, 0)
+        first, rest = costs[0].padded // 40 * 16, again.padded - costs[0].padded // 40 * 16
+        assert again.padded < costs[0].padded and rest / 24 < first / 16, "less room by more steps, from then on"
+    sizes = [np.unique(np.concatenate(step)).size for step in steps[3:]]
+    assert found.needs.most_union == max(sizes) <= found.needs.union
+    assert found.needs.unions == pytest.approx(np.var(sizes) / np.mean(sizes)) and found.needs.rows > 5
+    section = overflow_tried.report([found], 4)
+    of_rules = [line.split(" | ") for line in section.lines if line.startswith("| made up | ")][1:]
+    mean = sum(costs[1].sent for costs in found.costs) / sum(costs[3].sent for costs in found.costs)
+    assert len(of_rules) == 4 and not section.goals
+    assert of_rules[1][8].startswith(f"**{mean:.3f}**") and of_rules[3][4] == "**1.000**"
 
 
 def test_the_timed_run_falls_back_and_observes_again_where_the_counted_one_does():
