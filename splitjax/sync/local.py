@@ -46,8 +46,7 @@ class Ranked:
     def rank(self, ids: Array) -> Array:
         """Counts the ids of the set that are smaller, for each of `ids` (any shape; ids past the bitmap give
         anything)."""
-        word = ids // _WORD_BITS
-        below = (jnp.uint32(1) << (ids % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
+        word, below = _word_and_below(ids)
         look = lambda table: table.at[word].get(mode="clip", wrap_negative_indices=False)
         return look(self.before) + lax.population_count(look(self.words) & below).astype(jnp.int32)
 
@@ -151,8 +150,10 @@ def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> t
     """
     m = groups.size
     padded = jnp.concatenate([groups, jnp.full((-m % _WORD_BITS,), num_groups, groups.dtype)]).reshape(-1, _WORD_BITS)
-    member = padded[None] == jnp.arange(num_groups, dtype=groups.dtype)[:, None, None]
-    words = (member.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    # The entries of a word stand one above the other: on CPU these are sums of vectors, and not within vectors.
+    member = kernels.in_memory(padded.T) == jnp.arange(num_groups, dtype=groups.dtype)[:, None, None]
+    bit = jnp.arange(_WORD_BITS, dtype=jnp.uint32)[:, None]
+    words = (member.astype(jnp.uint32) << bit).sum(axis=1, dtype=jnp.uint32)
     group = jnp.minimum(groups, num_groups - 1)
     if first is None:
         before, counts = kernels.ranks(words)
@@ -160,14 +161,21 @@ def group_ranks(groups: Array, num_groups: int, first: Array | None = None) -> t
         early = words & kernels.encode(first)
         words = jnp.concatenate([early, words & ~early])
         before, counts = kernels.ranks(words)
-        before = before.at[num_groups:].add(counts[:num_groups, None])
+        # Many look-ups read it.
+        before = kernels.in_memory(before.at[num_groups:].add(counts[:num_groups, None]))
         counts = counts[:num_groups] + counts[num_groups:]
         group = jnp.where(first, group, group + num_groups)
-    place = jnp.arange(m, dtype=jnp.int32)
-    below = (jnp.uint32(1) << (place % _WORD_BITS).astype(jnp.uint32)) - jnp.uint32(1)
-    word = group * words.shape[1] + place // _WORD_BITS
+    word, below = _word_and_below(jnp.arange(m, dtype=jnp.int32))
+    word += group * words.shape[1]
     look = lambda table: table.reshape(-1).at[word].get(mode="promise_in_bounds")
     return look(before) + lax.population_count(look(words) & below).astype(jnp.int32), counts
+
+
+def _word_and_below(places: Array) -> tuple[Array, Array]:
+    """Says in which word of a bitmap each of the `places` from 0 on has its bit, and which bits of that word are below
+    it."""
+    # Of numbers with a sign, `//` and `%` are many operations each on CPU.
+    return places >> 5, (jnp.uint32(1) << (places & _WORD_BITS - 1).astype(jnp.uint32)) - jnp.uint32(1)
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:

@@ -100,6 +100,7 @@ class RowExchange(RowExchangeCosts, Scheme):
         values = _resized(values, k, 0)
         rounded = values.astype(wire_dtype)
         (slots,), _ = kernels.decode(routes.held[me][None], k, capacities.union)
+        slots = kernels.in_memory(slots)  # a search for every bit, which all that reads them would do again
         owner, place = (
             take.at[slots].get(mode="fill", fill_value=fill) for take, fill in ((routes.owner, n), (routes.place, 0))
         )

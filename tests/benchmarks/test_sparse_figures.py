@@ -17,6 +17,7 @@ from benchmarks.sparse import (
     end_to_end,
     launch,
     local,
+    local_profile,
     overflow,
     overflow_time,
     overflow_tried,
@@ -312,8 +313,49 @@ def test_the_models_take_their_batches_and_their_tables_go_by_rows(name, folder)
 
 def test_local_work_is_all_but_the_update_over_the_transfer():
     seconds = dict(zip(local.PARTS, (0.001, 0.0005, 0.0015, 9.0), strict=True))
-    (goal,) = local.report({"x": {"name": "x", "seconds": seconds, "predicted": 5_000_000}}, 16).goals
+    values = {"rows added up": 0.0006, local_profile.MESSAGES: 0.0004, local_profile.REST: 0.0005}
+    indices = {"sets read": 0.0003, local_profile.MESSAGES: 0.0001, local_profile.REST: 0.0001}
+    profile = {"indices": indices, "values": values}
+    facts = {"name": "x", "seconds": seconds, "predicted": 5_000_000, "profile": profile}
+    found = local.report({"x": facts}, 16)
+    (goal,) = found.goals
     assert goal.value == pytest.approx(0.003 / 0.04) and goal.ok
+    page = "\n".join(found.lines)
+    assert "| values: rows added up | 0.60 |" in page
+    assert "operations 0.90 ms, messages 0.50 ms, the rest 0.60 ms; of the operations most is rows added up" in page
+    assert (
+        page.index("indices: sets read") < page.index("indices: messages alone") < page.index("values: rows added up")
+    )
+
+
+def test_an_operation_belongs_to_the_innermost_part_that_made_it():
+    program = """HloModule x
+
+%fused (p: s32[4]) -> s32[4] {
+  %p = s32[4]{0} parameter(0)
+  ROOT %add.1 = s32[4]{0} add(%p, %p), metadata={op_name="jit(f)/part=sets united/part=sets read/add"}
+}
+
+ENTRY %main (p: s32[4]) -> s32[4] {
+  %p.1 = s32[4]{0} parameter(0)
+  %fusion = s32[4]{0} fusion(%p.1), kind=kLoop, calls=%fused
+  %negate = s32[4]{0} negate(%fusion), metadata={op_name="jit(f)/part=owners chosen/neg"}
+  %moved = s32[4]{0} collective-permute(%negate), metadata={op_name="jit(f)/part=owners chosen/ppermute"}
+  ROOT %sign = s32[4]{0} sign(%moved), metadata={op_name="jit(f)/sign"}
+}
+"""
+    parts = local_profile.parts_of(program)
+    assert parts["fusion"] == "sets read" and parts["negate"] == "owners chosen"
+    assert parts["moved"] is None and parts["sign"] == local_profile.OTHER
+
+
+def test_the_least_time_of_each_operation_is_read_from_a_trace():
+    program = jax.jit(lambda x: jax.numpy.sort(x) + 1).lower(jax.ShapeDtypeStruct((20_000,), np.float32)).compile()
+    values = jax.numpy.zeros(20_000, np.float32)
+    jax.block_until_ready(program(values))
+    found = local_profile.split_up(program, lambda: program(values), 1.0, 0.25, 2)
+    assert list(found) == [local_profile.OTHER, local_profile.MESSAGES, local_profile.REST]
+    assert 0 < found[local_profile.OTHER] < 0.5 and sum(found.values()) == pytest.approx(1.0)
 
 
 def test_a_dense_gradient_of_the_big_table_misses():
