@@ -2,8 +2,9 @@
 Muri, JigSaw, and what each part of JigSaw gives.
 
 Every worker is a process pinned to its device's core; they are started once, and every run trains from the beginning.
-The jobs of a device take turns by its token. Profiles are measured first, each job alone. Then all policies run in
-turns, round by round: each round's jobs come in another order and see other batches.
+The jobs of a device take turns by its token. Profiles are measured first, each job alone, and what a switch between
+jobs costs: by several runs of each in turns, for a cost of a few percent is lost in what a machine drifts between two
+runs. Then all policies run in turns, round by round: each round's jobs come in another order and see other batches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from benchmarks.jigsaw.jobs import MODELS
 from benchmarks.jigsaw.processes import CLUSTER, GUESS, Run, started
-from benchmarks.jigsaw.switching import of_kind, switch_seconds
+from benchmarks.jigsaw.switching import of_kinds, switch_seconds
 from splitjax.schedule import Depth, Execution, Job, JobProfile, Options, Policy, TaskRecord, simulate
 from splitjax.schedule.model.jobs import DEVICE
 from splitjax.schedule.policies.group_plan import PackingOptions
@@ -25,6 +26,7 @@ from splitjax.schedule.policies.orders import fifo
 from splitjax.schedule.policies.packing import pack
 
 ROUNDS = 5
+PROFILE_ROUNDS = 3
 MOST_ERROR = 0.05
 GANG, MURI, ALONE, FULL, JIGSAW, ALL = (
     "gang FIFO",
@@ -71,12 +73,18 @@ def iterations(name: str, quick: bool) -> int:
     return max(6, MODELS[name].num_iterations // 20) if quick else MODELS[name].num_iterations
 
 
-def profiles(run: Runner, num_iterations: int) -> Known:
+def profiles(run: Runner, num_iterations: int, rounds: int = PROFILE_ROUNDS) -> Known:
     """Each job's, from iterations of its own with nobody beside it: times are those for which it has its devices'
-    tokens. What a switch to a job costs is measured with all jobs at once."""
+    tokens. What a switch to a job costs is measured with all jobs at once. `rounds`: so many runs of each, in turns."""
     jobs = [Job(name, 0.0, 2, num_iterations, GUESS) for name in MODELS]
-    whole, partial, mixed = (run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL]))
-    alone, after = of_kind(partial.tasks, False), of_kind(mixed.tasks, True)
+    whole, partial, mixed = zip(
+        *(
+            [run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL])]
+            for _ in range(rounds)
+        ),
+        strict=True,
+    )
+    alone, after = of_kinds(partial, False), of_kinds(mixed, True)
     found = {
         name: dataclasses.replace(_profile(name, partial), switch_seconds=switch_seconds(name, alone, after))
         for name in MODELS
@@ -84,34 +92,44 @@ def profiles(run: Runner, num_iterations: int) -> Known:
     return Known({name: _full_profile(name, whole, found[name]) for name in MODELS}, found)
 
 
-def _full_profile(name: str, execution: Execution, partial: JobProfile) -> JobProfile:
-    """The profile of a job whose workers are all at full depth, from such iterations; forward and backward pass have
-    the shares of `partial`."""
-    tasks = [task for task in execution.tasks if task.job == name and task.resource == DEVICE and task.number > 2]
-    full = statistics.median(task.end_seconds - task.start_seconds for task in tasks)
+def _tasks_of(name: str, executions: Sequence[Execution]) -> list[list[TaskRecord]]:
+    """Gives the tasks of a job on devices by run, without its first two iterations."""
+    return [
+        [task for task in execution.tasks if task.job == name and task.resource == DEVICE and task.number > 2]
+        for execution in executions
+    ]
+
+
+def _full_profile(name: str, executions: Sequence[Execution], partial: JobProfile) -> JobProfile:
+    """The profile of a job whose workers are all at full depth, from runs of such iterations; forward and backward pass
+    have the shares of `partial`."""
+    runs = _tasks_of(name, executions)
+    full = statistics.median(task.end_seconds - task.start_seconds for tasks in runs for task in tasks)
     scale = full / partial.task_seconds(0)
     depths = tuple(
         dataclasses.replace(depth, backward_seconds=depth.backward_seconds * scale) for depth in partial.depths
     )
-    exposed = max(0.0, _period(tasks) - full)
+    exposed = max(0.0, _period(runs) - full)
     return dataclasses.replace(
         partial, forward_seconds=partial.forward_seconds * scale, depths=depths, exposed_seconds=exposed
     )
 
 
-def _period(tasks: Sequence[TaskRecord]) -> float:
-    """Gives the median time from the begin of an iteration to that of the next."""
-    starts = sorted({task.number: task.start_seconds for task in tasks if task.worker == 0}.items())
-    return statistics.median(after[1] - before[1] for before, after in zip(starts, starts[1:]))
+def _period(runs: Sequence[Sequence[TaskRecord]]) -> float:
+    """Gives the median time from the begin of an iteration to that of the next of the same run."""
+    starts = [sorted({task.number: task.start_seconds for task in tasks if task.worker == 0}.items()) for tasks in runs]
+    return statistics.median(after[1] - before[1] for own in starts for before, after in zip(own, own[1:]))
 
 
-def _profile(name: str, execution: Execution) -> JobProfile:
-    tasks = [task for task in execution.tasks if task.job == name and task.resource == DEVICE and task.number > 2]
+def _profile(name: str, executions: Sequence[Execution]) -> JobProfile:
+    runs = _tasks_of(name, executions)
     full, half = (
-        statistics.median(task.end_seconds - task.start_seconds for task in tasks if task.depth == depth)
+        statistics.median(
+            task.end_seconds - task.start_seconds for tasks in runs for task in tasks if task.depth == depth
+        )
         for depth in (0, 1)
     )
-    period = _period(tasks)
+    period = _period(runs)
     backward = min(max(2 * (full - half), 0.1 * full), 0.9 * full)
     return JobProfile(name, full - backward, (Depth(1.0, backward), Depth(0.5, backward / 2)), max(0.0, period - full))
 
@@ -124,7 +142,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     rounds: list[dict[str, Run]] = []
     predicted: list[dict[str, float]] = []
     with started() as run:
-        known = profiles(run, 5 if quick else 20)
+        known = profiles(run, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS)
         for seed in range(1 if quick else ROUNDS):
             order = [*MODELS][seed % len(MODELS) :] + [*MODELS][: seed % len(MODELS)]
             full, partial = (
@@ -142,7 +160,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 }
             )
             print(
-                {title: f"{one.makespan:.1f} s, computing {one.computing:.0%}" for title, one in rounds[-1].items()},
+                {
+                    title: f"{one.makespan:.1f} s, simulated {predicted[-1][title]:.1f}, computing {one.computing:.0%}"
+                    for title, one in rounds[-1].items()
+                },
                 flush=True,
             )
 
@@ -171,8 +192,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             " *Computing*: share of the cores' time that the jobs' processes used. *Simulated*: the simulator's, from"
             " profiles that were measured before, at full depth for policies with full backpropagation and under"
             " partial backpropagation for the others, each with nobody beside it, and with what a switch between jobs"
-            f" was measured to cost. The load average was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it"
-            " ended."
+            f" was measured to cost, by {1 if quick else PROFILE_ROUNDS} runs of each, in turns. The load average was"
+            f" {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it ended."
         ),
         "",
         *table(

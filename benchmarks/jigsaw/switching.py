@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from splitjax.schedule.execution.records import TaskRecord
+from splitjax.schedule.execution.records import Execution, TaskRecord
 from splitjax.schedule.model.jobs import DEVICE
 
 TaskKind = tuple[str, int]  # job, depth
@@ -30,6 +30,15 @@ def switched(tasks: Iterable[TaskRecord]) -> dict[tuple[str, int, bool], list[fl
 def of_kind(tasks: Iterable[TaskRecord], is_switched: bool) -> dict[TaskKind, list[float]]:
     """Gives the seconds of the tasks that came after another job's (`is_switched`), or after the same job's."""
     return {(job, depth): times for (job, depth, after), times in switched(tasks).items() if after == is_switched}
+
+
+def of_kinds(executions: Iterable[Execution], is_switched: bool) -> dict[TaskKind, list[float]]:
+    """Gives what `of_kind` gives, of several runs together."""
+    found: dict[TaskKind, list[float]] = {}
+    for execution in executions:
+        for kind, seconds in of_kind(execution.tasks, is_switched).items():
+            found.setdefault(kind, []).extend(seconds)
+    return found
 
 
 def switch_seconds(job: str, alone: Mapping[TaskKind, list[float]], after: Mapping[TaskKind, list[float]]) -> float:

@@ -175,7 +175,9 @@ def _word_and_below(places: Array) -> tuple[Array, Array]:
     """Says in which word of a bitmap each of the `places` from 0 on has its bit, and which bits of that word are below
     it."""
     # Of numbers with a sign, `//` and `%` are many operations each on CPU.
-    return places >> 5, (jnp.uint32(1) << (places & _WORD_BITS - 1).astype(jnp.uint32)) - jnp.uint32(1)
+    return places >> _WORD_BITS.bit_length() - 1, (
+        jnp.uint32(1) << (places & _WORD_BITS - 1).astype(jnp.uint32)
+    ) - jnp.uint32(1)
 
 
 def send_order(groups: Array, num_groups: int, capacity: int) -> tuple[Array, Array]:

@@ -33,7 +33,7 @@ def test_a_profile_is_what_full_and_half_depth_took() -> None:
         deep = (number + 1) % 2
         tasks += [task(number, deep, 0, 0.2 * number, 0.15 + slow), task(number, 1 - deep, 1, 0.2 * number, 0.1 + slow)]
         tasks.append(task(number, 0, 0, 0.2 * number + 0.15, 9.0, NETWORK))
-    profile = _profile("a", execution(tasks))
+    profile = _profile("a", [execution(tasks)])
     assert profile.task_seconds(0) == pytest.approx(0.15) and profile.task_seconds(1) == pytest.approx(0.1)
     assert profile.exposed_seconds == pytest.approx(0.05)
 
@@ -221,7 +221,7 @@ def test_full_depth_is_another_program_where_the_assignment_is_temporal() -> Non
 
 
 def test_a_task_is_switched_where_another_job_had_the_device_before():
-    from benchmarks.jigsaw.switching import of_kind, switch_seconds, switched
+    from benchmarks.jigsaw.switching import of_kind, of_kinds, switch_seconds, switched
     from splitjax.schedule.execution.records import TaskRecord
 
     def task(job, device, number, start, seconds, depth=0):
@@ -245,6 +245,8 @@ def test_a_task_is_switched_where_another_job_had_the_device_before():
     assert switch_seconds("a", alone, after) == pytest.approx(0.5), "the depth that both have"
     assert switch_seconds("b", alone, after) == 0.0, "no depth that both have"
     assert switch_seconds("a", after, alone) == 0.0, "no switch gains time"
+    runs = of_kinds([execution(tasks), execution(tasks[:3])], True)
+    assert runs == {("b", 1): [2.0, 2.0], ("a", 0): [1.5]}, "each run by itself: no task is the next of another run's"
 
 
 def test_a_profile_of_full_depth_is_from_runs_at_full_depth():
@@ -255,7 +257,7 @@ def test_a_profile_of_full_depth_is_from_runs_at_full_depth():
         for number in range(1, 9)
         for worker in (0, 1)
     ]
-    full = _full_profile("a", execution(tasks), partial)
+    full = _full_profile("a", [execution(tasks), execution(tasks[:-4])], partial)
     assert full.task_seconds(0) == pytest.approx(0.18) and full.forward_seconds == pytest.approx(0.06)
     assert full.depths[1].backward_seconds == pytest.approx(0.06) and full.switch_seconds == 0.007
     assert full.exposed_seconds == pytest.approx(0.12)
