@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.jigsaw.accuracy import DISCIPLINES, Trained, lengthening
 from benchmarks.jigsaw.jobs import LEARNING_RATE, MODELS, MOST_HELD_OUT
 from benchmarks.jigsaw.processes import GUESS, Processes, started
-from benchmarks.jigsaw.real import Known, profiles
+from benchmarks.jigsaw.real import PROFILE_ROUNDS, Known, profiles
 from splitjax.schedule import Job, JobProfile
 
 ROUNDS = 3
@@ -169,7 +169,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     """The section of the page."""
     targets = EASY if quick else TARGETS
     with started() as processes:
-        known = profiles(processes, 5 if quick else 20)
+        known = profiles(processes, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS)
         rounds = [do_round(processes, known, seed, targets) for seed in range(1 if quick else ROUNDS)]
     return report(rounds, targets)
 

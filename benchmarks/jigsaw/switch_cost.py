@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.jigsaw.jobs import MODELS
 from benchmarks.jigsaw.processes import started
-from benchmarks.jigsaw.real import ALL, POLICIES, iterations, profiles
+from benchmarks.jigsaw.real import ALL, POLICIES, PROFILE_ROUNDS, iterations, profiles
 from benchmarks.jigsaw.switching import TaskKind, of_kind
 from splitjax.schedule import Job
 
@@ -24,7 +24,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     alone: dict[TaskKind, list[float]] = {}
     after: dict[TaskKind, list[float]] = {}
     with started() as run:
-        known = profiles(run, 5 if quick else 20).partial
+        known = profiles(run, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS).partial
         for seed in range(1 if quick else ROUNDS):
             jobs = [Job(name, 0.0, 2, iterations(name, quick), known[name]) for name in MODELS]
             for policy, is_switched, kept in (("spb-fifo", False, alone), (POLICIES[ALL], True, after)):
