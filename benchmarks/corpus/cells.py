@@ -37,11 +37,13 @@ WITH_BATCH_NORM = (
 )  # fmt: skip
 # Of these, those whose loss draws random numbers: a worker that differentiates a part of it would draw what all draw.
 DRAWS_BESIDE_BATCH_NORM = ("efficientnet_b0",)
-# Rule sets with the meshes that have the axes they split over. Only under splitbrain do examples cross between layouts,
-# so that `group_comm` decides anything.
+# Rule sets with the meshes that have the axes they split over. Only under splitbrain and splitbrain_fsdp do examples
+# cross between layouts, so that `group_comm` decides anything; they cross in the same way, and in turns under one of
+# them.
 LAYOUTS = (
     ("splitbrain", "2x4"), ("megatron", "2x4"), ("data_parallel", "8"), ("data_parallel", "2x4"),
     ("fsdp", "8"), ("fsdp", "2x4"), ("embedding_owner", "8"), ("embedding_owner", "2x4"), ("transformer", "2x2x2"),
+    ("splitbrain_fsdp", "2x4"),
 )  # fmt: skip
 
 
