@@ -1,5 +1,5 @@
 """`splitbrain_fsdp`: convolutions stored in parts and gathered where they are used, dense layers split over the group.
-Numbers of one device under every communication of groups and with sharded state; what is sent, to the byte; memory."""
+Numbers of one device, crossing in turns and with sharded state; what is sent, to the byte; memory; the refusal."""
 
 from __future__ import annotations
 
