@@ -2,9 +2,10 @@
 Muri, JigSaw, and what each part of JigSaw gives.
 
 Every worker is a process pinned to its device's core; they are started once, and every run trains from the beginning.
-The jobs of a device take turns by its token. Profiles are measured first, each job alone, and what a switch between
-jobs costs: by several runs of each in turns, for a cost of a few percent is lost in what a machine drifts between two
-runs. Then all policies run in turns, round by round: each round's jobs come in another order and see other batches.
+The jobs of a device take turns by its token. All policies run in turns, round by round: each round's jobs come in
+another order and see other batches. Profiles, each job alone, and what a switch between jobs costs are measured before
+the first round and after every one: a round is simulated from the two measurements around it, as a machine that is
+shared may be a fifth slower half an hour later. Policies place by the measurements that were there when they ran.
 """
 
 from __future__ import annotations
@@ -73,23 +74,38 @@ def iterations(name: str, quick: bool) -> int:
     return max(6, MODELS[name].num_iterations // 20) if quick else MODELS[name].num_iterations
 
 
-def profiles(run: Runner, num_iterations: int, rounds: int = PROFILE_ROUNDS) -> Known:
-    """Each job's, from iterations of its own with nobody beside it: times are those for which it has its devices'
-    tokens. What a switch to a job costs is measured with all jobs at once. `rounds`: so many runs of each, in turns."""
+@dataclasses.dataclass(frozen=True)
+class Profiled:
+    """What was run of the jobs to profile them: with nobody beside them, all workers at full depth (`whole`) and under
+    partial backpropagation (`partial`); and all jobs at once (`mixed`), for the cost of a switch."""
+
+    whole: Execution
+    partial: Execution
+    mixed: Execution
+
+
+def run_profiled(run: Runner, num_iterations: int) -> Profiled:
+    """Runs what profiles are read from: each job for so many iterations of its own, once in each way."""
     jobs = [Job(name, 0.0, 2, num_iterations, GUESS) for name in MODELS]
-    whole, partial, mixed = zip(
-        *(
-            [run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL])]
-            for _ in range(rounds)
-        ),
-        strict=True,
-    )
-    alone, after = of_kinds(partial, False), of_kinds(mixed, True)
+    return Profiled(*(run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL])))
+
+
+def read_profiles(runs: Sequence[Profiled]) -> Known:
+    """Each job's profile, by all of `runs` together: times are those for which it has its devices' tokens. What a
+    switch to a job costs is by what its tasks take where all jobs run at once."""
+    partial = [one.partial for one in runs]
+    alone, after = of_kinds(partial, False), of_kinds((one.mixed for one in runs), True)
     found = {
         name: dataclasses.replace(_profile(name, partial), switch_seconds=switch_seconds(name, alone, after))
         for name in MODELS
     }
-    return Known({name: _full_profile(name, whole, found[name]) for name in MODELS}, found)
+    return Known({name: _full_profile(name, [one.whole for one in runs], found[name]) for name in MODELS}, found)
+
+
+def profiles(run: Runner, num_iterations: int, rounds: int = PROFILE_ROUNDS) -> Known:
+    """Each job's, from `rounds` runs in each way, in turns: a cost of a few percent is lost in what a machine drifts
+    between two runs."""
+    return read_profiles([run_profiled(run, num_iterations) for _ in range(rounds)])
 
 
 def _tasks_of(name: str, executions: Sequence[Execution]) -> list[list[TaskRecord]]:
@@ -134,6 +150,16 @@ def _profile(name: str, executions: Sequence[Execution]) -> JobProfile:
     return JobProfile(name, full - backward, (Depth(1.0, backward), Depth(0.5, backward / 2)), max(0.0, period - full))
 
 
+def _jobs(known: Known, seed: int, quick: bool) -> dict[str, list[Job]]:
+    """Gives the jobs of a round by policy, in the round's order: with the profiles of how the policy trains them."""
+    order = [*MODELS][seed % len(MODELS) :] + [*MODELS][: seed % len(MODELS)]
+    full, partial = (
+        [Job(name, 0.0, 2, iterations(name, quick), profile[name]) for name in order]
+        for profile in (known.full, known.partial)
+    )
+    return {title: partial if title in PARTIAL else full for title in POLICIES}
+
+
 def section(quick: bool, data_dir: pathlib.Path) -> Any:
     """Makespan, busy share and final losses under each policy."""
     from benchmarks._common import table
@@ -142,17 +168,14 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     rounds: list[dict[str, Run]] = []
     predicted: list[dict[str, float]] = []
     with started() as run:
-        known = profiles(run, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS)
+        profiled = [run_profiled(run, 5 if quick else 20)]
         for seed in range(1 if quick else ROUNDS):
-            order = [*MODELS][seed % len(MODELS) :] + [*MODELS][: seed % len(MODELS)]
-            full, partial = (
-                [Job(name, 0.0, 2, iterations(name, quick), profile[name]) for name in order]
-                for profile in (known.full, known.partial)
-            )
-            jobs = {title: partial if title in PARTIAL else full for title in POLICIES}
+            jobs = _jobs(read_profiles(profiled), seed, quick)
             turn = [*POLICIES][seed % len(POLICIES) :] + [*POLICIES][: seed % len(POLICIES)]
             found = {title: run(POLICIES[title], jobs[title], seed) for title in turn}
             rounds.append({title: found[title] for title in POLICIES})
+            profiled.append(run_profiled(run, 5 if quick else 20))
+            jobs = _jobs(read_profiles(profiled[-2:]), seed, quick)
             predicted.append(
                 {
                     title: simulate(jobs[title], CLUSTER, policy, Options(restart_seconds=0.0, exact=True)).makespan
@@ -166,6 +189,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 },
                 flush=True,
             )
+
+    known = read_profiles(profiled)
 
     def median(what: Callable[[Run], float], title: str) -> float:
         return statistics.median(what(one[title]) for one in rounds)
@@ -190,10 +215,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             " each, all policies run in turn, jobs in another order and on other batches. Processes are started and"
             " programs compiled before. *Busy*: share of the time in which a device's token is with a job."
             " *Computing*: share of the cores' time that the jobs' processes used. *Simulated*: the simulator's, from"
-            " profiles that were measured before, at full depth for policies with full backpropagation and under"
-            " partial backpropagation for the others, each with nobody beside it, and with what a switch between jobs"
-            f" was measured to cost, by {1 if quick else PROFILE_ROUNDS} runs of each, in turns. The load average was"
-            f" {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it ended."
+            " profiles that were measured right before the round and right after it, at full depth for policies with"
+            " full backpropagation and under partial backpropagation for the others, each with nobody beside it, and"
+            " with what a switch between jobs was measured to cost; no run of a policy is used for them. The load"
+            f" average was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it ended."
         ),
         "",
         *table(
@@ -226,7 +251,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             ),
         ),
         "",
-        "Measured profiles, ms:",
+        "Measured profiles, all measurements together, ms:",
         "",
         *table(
             ("job", "depths", "forward", "backward", "exposed", "a switch", "iterations"),
