@@ -47,6 +47,23 @@ MODELS = {
     ),
 }
 
+# The same families at sizes that say nothing, for a walk through the code: names, kinds and programs are those above.
+_SMALL = {
+    "vgg": {"width": 0.0625, "head_features": (16, 16)},
+    "transformer": {"num_layers": 1, "d_model": 16, "num_heads": 2},
+    "mlp": {"features": (32,) * 4},
+    "lstm": {"num_layers": 1, "hidden_width": 16, "embedding_width": 16},
+}
+_SMALL_BATCH = 16
+
+
+def model(name: str, is_small: bool) -> Model:
+    """What the job trains: `is_small`, at a size for a walk through the code."""
+    found = MODELS[name]
+    if not is_small:
+        return found
+    return dataclasses.replace(found, options={**found.options, **_SMALL[name]}, batch_size=_SMALL_BATCH)
+
 
 @dataclasses.dataclass
 class Batches:
@@ -98,14 +115,15 @@ class BegunOnce:
         return jax.tree.map(lambda array: array.copy(), self._first)  # a step may overwrite what it is given
 
 
-def build(name: str, place: Place) -> Any:
+def build(name: str, is_small: bool, place: Place) -> Any:
     """A `Training`."""
     import jax
 
     import splitjax
     from splitjax.runtime.scheduled import Training, partial_steps
 
-    init_fn, train_step, _ = _steps(name)
+    trained = model(name, is_small)
+    init_fn, train_step, _ = _steps(trained)
     decorate = lambda backprop: splitjax.parallelize(
         train_step, mesh={"data": place.num_workers}, rules="data_parallel", backprop=backprop
     )
@@ -115,7 +133,7 @@ def build(name: str, place: Place) -> Any:
         BegunOnce(step),
         init_fn,
         jax.random.key(0),
-        Batches(_data(name), MODELS[name].batch_size),
+        Batches(_data(trained), trained.batch_size),
         at_depths=ByAssignment(spatial, temporal),
         warm_up=tuple(dict.fromkeys((*warm_up, *in_turn))),
     )
@@ -124,13 +142,14 @@ def build(name: str, place: Place) -> Any:
 Judge = Callable[[Any], Mapping[str, float]]
 
 
-def judge(name: str) -> Judge:
+def judge(name: str, is_small: bool) -> Judge:
     """Makes what gives the loss and the accuracy of a state on examples that are held out: at most `MOST_HELD_OUT` of
     them, evenly spaced. For one process of a job, which needs nothing of the others: each has all parameters."""
     import jax
     import numpy as np
 
-    data, evaluate = _data(name), jax.jit(_steps(name)[2])
+    judged_model = model(name, is_small)
+    data, evaluate = _data(judged_model), jax.jit(_steps(judged_model)[2])
     rows = np.unique(np.linspace(0, data.num_test - 1, MOST_HELD_OUT).astype(int))
     batch = {key: values[rows] for key, values in data.test.items()}
     batch = data.transform(batch) if data.transform else batch
@@ -143,13 +162,12 @@ def judge(name: str) -> Judge:
     return judged
 
 
-def _steps(name: str) -> Any:
+def _steps(model: Model) -> Any:
     """What makes a state, trains it and evaluates it."""
     import optax
 
     import splitjax
 
-    model = MODELS[name]
     loss = "cross_entropy" if model.family == "lstm" else None
     return splitjax.models.make_step(
         splitjax.models.build(model.family, **model.options),
@@ -159,10 +177,10 @@ def _steps(name: str) -> Any:
     )
 
 
-def _data(name: str) -> Any:
+def _data(model: Model) -> Any:
     import splitjax
 
-    return _text() if MODELS[name].reads_text else splitjax.data.load_digits(image_size=32, channels=1)
+    return _text() if model.reads_text else splitjax.data.load_digits(image_size=32, channels=1)
 
 
 def _text() -> Any:

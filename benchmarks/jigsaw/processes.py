@@ -103,8 +103,8 @@ class Processes:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Processes]:
-    """Processes of all jobs."""
+def started(is_small: bool = False) -> Iterator[Processes]:
+    """Processes of all jobs; `is_small`: of jobs at a size for a walk through the code."""
     from splitjax.runtime.scheduled import DecoratedJob, one_core_environment
 
     cores = tuple(sorted(os.sched_getaffinity(0)))[: CLUSTER.num_devices]
@@ -117,7 +117,9 @@ def started() -> Iterator[Processes]:
     with tempfile.TemporaryDirectory() as root:
         folders = {job.name: pathlib.Path(root) / job.name for job in jobs}
         programs = {
-            name: Lasting(DecoratedJob(functools.partial(build, name), folder), functools.partial(judge, name))
+            name: Lasting(
+                DecoratedJob(functools.partial(build, name, is_small), folder), functools.partial(judge, name, is_small)
+            )
             for name, folder in folders.items()
         }
         engine = LastingEngine(

@@ -3,9 +3,10 @@ Muri, JigSaw, and what each part of JigSaw gives.
 
 Every worker is a process pinned to its device's core; they are started once, and every run trains from the beginning.
 The jobs of a device take turns by its token. All policies run in turns, round by round: each round's jobs come in
-another order and see other batches. Profiles, each job alone, and what a switch between jobs costs are measured before
-the first round and after every one: a round is simulated from the two measurements around it, as a machine that is
-shared may be a fifth slower half an hour later. Policies place by the measurements that were there when they ran.
+another order and see other batches. Before the first run and after every one, each job is profiled alone: a run is
+simulated from the two profiles around it, for a machine that others share changes its speed within minutes. What a
+switch between jobs costs is measured before the first round and after every one, and all these measurements are taken
+together. Policies place by what was known when they ran.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.jigsaw.jobs import MODELS
@@ -28,6 +29,7 @@ from splitjax.schedule.policies.packing import pack
 
 ROUNDS = 5
 PROFILE_ROUNDS = 3
+ALONE_ITERATIONS, MIXED_ITERATIONS = 7, 12  # of each job, where it is profiled between two runs; two warm up
 MOST_ERROR = 0.05
 GANG, MURI, ALONE, FULL, JIGSAW, ALL = (
     "gang FIFO",
@@ -76,36 +78,45 @@ def iterations(name: str, quick: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Profiled:
-    """What was run of the jobs to profile them: with nobody beside them, all workers at full depth (`whole`) and under
-    partial backpropagation (`partial`); and all jobs at once (`mixed`), for the cost of a switch."""
+    """What was run of the jobs to profile them, one job after the other, each with nobody beside it: all workers at
+    full depth (`whole`), and under partial backpropagation (`partial`)."""
 
     whole: Execution
     partial: Execution
-    mixed: Execution
 
 
-def run_profiled(run: Runner, num_iterations: int) -> Profiled:
-    """Runs what profiles are read from: each job for so many iterations of its own, once in each way."""
-    jobs = [Job(name, 0.0, 2, num_iterations, GUESS) for name in MODELS]
-    return Profiled(*(run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo", POLICIES[ALL])))
+def run_alone(run: Runner, num_iterations: int) -> Profiled:
+    """Runs each job by itself for so many iterations, in each way."""
+    return Profiled(*(run(policy, _unknown(num_iterations), 0).execution for policy in (POLICIES[GANG], "spb-fifo")))
 
 
-def read_profiles(runs: Sequence[Profiled]) -> Known:
-    """Each job's profile, by all of `runs` together: times are those for which it has its devices' tokens. What a
-    switch to a job costs is by what its tasks take where all jobs run at once."""
-    partial = [one.partial for one in runs]
-    alone, after = of_kinds(partial, False), of_kinds((one.mixed for one in runs), True)
-    found = {
-        name: dataclasses.replace(_profile(name, partial), switch_seconds=switch_seconds(name, alone, after))
-        for name in MODELS
-    }
-    return Known({name: _full_profile(name, [one.whole for one in runs], found[name]) for name in MODELS}, found)
+def run_mixed(run: Runner, num_iterations: int) -> Execution:
+    """Runs all jobs at once, so that a device goes from one to another after every task."""
+    return run(POLICIES[ALL], _unknown(num_iterations), 0).execution
+
+
+def _unknown(num_iterations: int) -> list[Job]:
+    return [Job(name, 0.0, 2, num_iterations, GUESS) for name in MODELS]
+
+
+def read_switches(alone: Sequence[Profiled], mixed: Sequence[Execution]) -> dict[str, float]:
+    """By job, the seconds that a device loses when it goes from another job's task to one of it."""
+    same, other = of_kinds((one.partial for one in alone), False), of_kinds(mixed, True)
+    return {name: switch_seconds(name, same, other) for name in MODELS}
+
+
+def read_profiles(alone: Sequence[Profiled], switches: Mapping[str, float]) -> Known:
+    """Each job's profile, by all of `alone` together: times are those for which it has its devices' tokens."""
+    partial = [one.partial for one in alone]
+    found = {name: dataclasses.replace(_profile(name, partial), switch_seconds=switches[name]) for name in MODELS}
+    return Known({name: _full_profile(name, [one.whole for one in alone], found[name]) for name in MODELS}, found)
 
 
 def profiles(run: Runner, num_iterations: int, rounds: int = PROFILE_ROUNDS) -> Known:
     """Each job's, from `rounds` runs in each way, in turns: a cost of a few percent is lost in what a machine drifts
     between two runs."""
-    return read_profiles([run_profiled(run, num_iterations) for _ in range(rounds)])
+    alone, mixed = zip(*((run_alone(run, num_iterations), run_mixed(run, num_iterations)) for _ in range(rounds)))
+    return read_profiles(alone, read_switches(alone, mixed))
 
 
 def _tasks_of(name: str, executions: Sequence[Execution]) -> list[list[TaskRecord]]:
@@ -150,14 +161,64 @@ def _profile(name: str, executions: Sequence[Execution]) -> JobProfile:
     return JobProfile(name, full - backward, (Depth(1.0, backward), Depth(0.5, backward / 2)), max(0.0, period - full))
 
 
-def _jobs(known: Known, seed: int, quick: bool) -> dict[str, list[Job]]:
-    """Gives the jobs of a round by policy, in the round's order: with the profiles of how the policy trains them."""
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What was run: by round and policy the run; `around`: the profiles right before and right after it; `known`: by
+    everything that was measured; `is_quick`: at a tiny size."""
+
+    rounds: Sequence[Mapping[str, Run]]
+    around: Sequence[Mapping[str, Known]]
+    known: Known
+    is_quick: bool
+
+    def jobs(self, seed: int, title: str) -> list[Job]:
+        """The jobs of a round under a policy, with the profiles around its run."""
+        return jobs_of(self.around[seed][title], seed, title, self.is_quick)
+
+
+def jobs_of(known: Known, seed: int, title: str, is_quick: bool) -> list[Job]:
+    """The jobs of a round, in its order, with the profiles of how the policy `title` trains them."""
     order = [*MODELS][seed % len(MODELS) :] + [*MODELS][: seed % len(MODELS)]
-    full, partial = (
-        [Job(name, 0.0, 2, iterations(name, quick), profile[name]) for name in order]
-        for profile in (known.full, known.partial)
-    )
-    return {title: partial if title in PARTIAL else full for title in POLICIES}
+    profile = known.partial if title in PARTIAL else known.full
+    return [Job(name, 0.0, 2, iterations(name, is_quick), profile[name]) for name in order]
+
+
+def take(quick: bool) -> Taken:
+    """Runs all policies in turns, with profiles of the jobs before the first run and after every one."""
+    rounds: list[dict[str, Run]] = []
+    places: list[dict[str, int]] = []  # by round and policy, which of the profiles came right before the run
+    with started(is_small=quick) as run:
+        alone, mixed = [run_alone(run, ALONE_ITERATIONS)], [run_mixed(run, MIXED_ITERATIONS)]
+        for seed in range(1 if quick else ROUNDS):
+            turn = [*POLICIES][seed % len(POLICIES) :] + [*POLICIES][: seed % len(POLICIES)]
+            found, place = {}, {}
+            switches = read_switches(alone, mixed)
+            for title in turn:
+                place[title] = len(alone) - 1
+                now = read_profiles(alone[-1:], switches)
+                found[title] = run(POLICIES[title], jobs_of(now, seed, title, quick), seed)
+                alone.append(run_alone(run, ALONE_ITERATIONS))
+                around = read_profiles(alone[-2:], switches)
+                expected = simulated(jobs_of(around, seed, title, quick), title)
+                print(
+                    f"{title}: {found[title].makespan:.1f} s, simulated {expected:.1f},"
+                    f" computing {found[title].computing:.0%}",
+                    flush=True,
+                )
+            mixed.append(run_mixed(run, MIXED_ITERATIONS))
+            rounds.append({title: found[title] for title in POLICIES})
+            places.append(place)
+    switches = read_switches(alone, mixed)
+    around = [
+        {title: read_profiles(alone[number : number + 2], switches) for title, number in place.items()}
+        for place in places
+    ]
+    return Taken(rounds, around, read_profiles(alone, switches), quick)
+
+
+def simulated(jobs: Sequence[Job], title: str) -> float:
+    """The makespan of `jobs` under a policy, in seconds, as the simulator has it."""
+    return simulate(jobs, CLUSTER, POLICIES[title], Options(restart_seconds=0.0, exact=True)).makespan
 
 
 def section(quick: bool, data_dir: pathlib.Path) -> Any:
@@ -165,32 +226,11 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     from benchmarks._common import table
     from benchmarks.splitbrain.common import Goal, Section
 
-    rounds: list[dict[str, Run]] = []
-    predicted: list[dict[str, float]] = []
-    with started() as run:
-        profiled = [run_profiled(run, 5 if quick else 20)]
-        for seed in range(1 if quick else ROUNDS):
-            jobs = _jobs(read_profiles(profiled), seed, quick)
-            turn = [*POLICIES][seed % len(POLICIES) :] + [*POLICIES][: seed % len(POLICIES)]
-            found = {title: run(POLICIES[title], jobs[title], seed) for title in turn}
-            rounds.append({title: found[title] for title in POLICIES})
-            profiled.append(run_profiled(run, 5 if quick else 20))
-            jobs = _jobs(read_profiles(profiled[-2:]), seed, quick)
-            predicted.append(
-                {
-                    title: simulate(jobs[title], CLUSTER, policy, Options(restart_seconds=0.0, exact=True)).makespan
-                    for title, policy in POLICIES.items()
-                }
-            )
-            print(
-                {
-                    title: f"{one.makespan:.1f} s, simulated {predicted[-1][title]:.1f}, computing {one.computing:.0%}"
-                    for title, one in rounds[-1].items()
-                },
-                flush=True,
-            )
-
-    known = read_profiles(profiled)
+    taken = take(quick)
+    rounds, known = taken.rounds, taken.known
+    predicted = [
+        {title: simulated(taken.jobs(seed, title), title) for title in POLICIES} for seed in range(len(rounds))
+    ]
 
     def median(what: Callable[[Run], float], title: str) -> float:
         return statistics.median(what(one[title]) for one in rounds)
@@ -202,11 +242,10 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         ratios = sorted(one[title].makespan / one[GANG].makespan for one in rounds)
         return f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
 
-    def error(title: str) -> float:
-        return statistics.median(
-            simulated[title] / one[title].makespan - 1 for simulated, one in zip(predicted, rounds, strict=True)
-        )
-
+    errors = {
+        title: [expected[title] / one[title].makespan - 1 for expected, one in zip(predicted, rounds, strict=True)]
+        for title in POLICIES
+    }
     per_iteration = sum(iterations(name, quick) for name in MODELS)
     lines = [
         (
@@ -215,10 +254,11 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             " each, all policies run in turn, jobs in another order and on other batches. Processes are started and"
             " programs compiled before. *Busy*: share of the time in which a device's token is with a job."
             " *Computing*: share of the cores' time that the jobs' processes used. *Simulated*: the simulator's, from"
-            " profiles that were measured right before the round and right after it, at full depth for policies with"
+            " profiles that were measured right before the run and right after it, at full depth for policies with"
             " full backpropagation and under partial backpropagation for the others, each with nobody beside it, and"
-            " with what a switch between jobs was measured to cost; no run of a policy is used for them. The load"
-            f" average was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it ended."
+            " with what a switch between jobs was measured to cost, before the first round and after each; no run of a"
+            " policy is used for them. The load average was"
+            f" {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it ended."
         ),
         "",
         *table(
@@ -229,6 +269,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                 "least to most",
                 "simulated, s",
                 "error",
+                "errors, least to most",
                 "busy",
                 "computing",
                 "of jobs, CPU s",
@@ -241,7 +282,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                     f"{ratio(title):.3f}",
                     spread(title),
                     f"{statistics.median(one[title] for one in predicted):.1f}",
-                    f"{error(title):+.1%}",
+                    f"{statistics.median(errors[title]):+.1%}",
+                    f"{min(errors[title]):+.1%} to {max(errors[title]):+.1%}",
                     f"{median(lambda run: run.busy, title):.1%}",
                     f"{median(lambda run: run.computing, title):.1%}",
                     f"{median(lambda run: run.jobs_seconds, title):.1f}",
@@ -315,7 +357,13 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         Goal("real, makespan of JigSaw over gang FIFO", ratio(JIGSAW), 1.0, True),
         Goal("real, makespan of JigSaw over Muri", ratio(JIGSAW, MURI), 1.0, True),
         *(
-            Goal(f"real, makespan of {title}: error of the simulated", abs(error(title)), MOST_ERROR, True, ".1%")
+            Goal(
+                f"real, makespan of {title}: error of the simulated",
+                abs(statistics.median(errors[title])),
+                MOST_ERROR,
+                True,
+                ".1%",
+            )
             for title in POLICIES
         ),
         Goal("real, busy share of JigSaw over gang FIFO", ratio(JIGSAW, GANG, lambda run: run.busy), 1.0, False),

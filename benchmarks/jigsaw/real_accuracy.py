@@ -168,7 +168,7 @@ def do_round(processes: Processes, known: Known, seed: int, targets: Mapping[str
 def section(quick: bool, data_dir: pathlib.Path) -> Any:
     """The section of the page."""
     targets = EASY if quick else TARGETS
-    with started() as processes:
+    with started(is_small=quick) as processes:
         known = profiles(processes, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS)
         rounds = [do_round(processes, known, seed, targets) for seed in range(1 if quick else ROUNDS)]
     return report(rounds, targets)

@@ -23,7 +23,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
 
     alone: dict[TaskKind, list[float]] = {}
     after: dict[TaskKind, list[float]] = {}
-    with started() as run:
+    with started(is_small=quick) as run:
         known = profiles(run, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS).partial
         for seed in range(1 if quick else ROUNDS):
             jobs = [Job(name, 0.0, 2, iterations(name, quick), known[name]) for name in MODELS]
