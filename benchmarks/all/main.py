@@ -6,11 +6,12 @@
     python -m benchmarks all --list                      the commands, and runs none
 
 Two commands run at once, each with pages and data in a temporary folder of its own: no page of `benchmarks/results`
-is written. Sizes are those of each benchmark's own `--quick` (two workers where there are four to sixteen, one table,
-one rate, one small model, hundreds of jobs, steps in ones and twos, a single round); where a benchmark has none, the
-commands of `benchmarks/all/walks.py`. A benchmark that is not named there is run as `NAME --quick --output FOLDER`, so
-that a new one is walked, too. Goals are printed and not judged: figures of such sizes say nothing. A command that fails
-is named with the end of what it printed, and the exit status is 1.
+is written. Programs are compiled without LLVM's optimisations, which takes half the time. Sizes are those of each
+benchmark's own `--quick` (two workers where there are four to sixteen, one table, one rate, one small model, hundreds
+of jobs, steps in ones and twos, a single round); where a benchmark has none, the commands of `benchmarks/all/walks.py`.
+A benchmark that is not named there is run as `NAME --quick --output FOLDER`, so that a new one is walked, too. Goals
+are printed and not judged: figures of such sizes say nothing. A command that fails is named with the end of what it
+printed, and the exit status is 1.
 
 `--data-dir`: the folder of all benchmarks' data, with `muri/` and `cifar-10-batches-bin/` in it. Parts that need Linux,
 root or a package that is not installed fail where these are missing.
@@ -22,6 +23,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import resource
@@ -134,7 +136,7 @@ def _run(walk: Walk, places: Mapping[str, str], folder: pathlib.Path) -> Outcome
     log = folder / "log"
     for command in walk.commands:
         options = [_filled(option, own) for option in command]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **quick_compiling(), "PYTHONUNBUFFERED": "1"}
         with log.open("w", encoding="utf-8") as file:
             call = [sys.executable, "-m", "benchmarks", walk.benchmark, *options]
             try:
@@ -148,6 +150,16 @@ def _run(walk: Walk, places: Mapping[str, str], folder: pathlib.Path) -> Outcome
             text = log.read_text(encoding="utf-8", errors="replace")[-4000:]
             return Outcome(walk, time.monotonic() - began, f"{shlex.join(call[1:])}: {why}", text)
     return Outcome(walk, time.monotonic() - began)
+
+
+def quick_compiling() -> dict[str, str]:
+    """Returns the environment of a process that compiles as quickly as those of the tests: without LLVM's
+    optimisations, each program in one piece."""
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
+    # The older of XLA's two ways to write a fusion's code compiles in half the time; newer releases have no such flag.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags).strip()}
 
 
 def _filled(option: str, places: Mapping[str, str]) -> str:

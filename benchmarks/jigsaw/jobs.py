@@ -47,22 +47,16 @@ MODELS = {
     ),
 }
 
-# The same families at sizes that say nothing, for a walk through the code: names, kinds and programs are those above.
-_SMALL = {
-    "vgg": {"width": 0.0625, "head_features": (16, 16)},
-    "transformer": {"num_layers": 1, "d_model": 16, "num_heads": 2},
-    "mlp": {"features": (32,) * 4},
-    "lstm": {"num_layers": 1, "hidden_width": 16, "embedding_width": 16},
+# One job of images and one of text, at sizes that say nothing: for a walk through the code.
+SMALL_MODELS = {
+    "mlp": Model("mlp", {"features": (32,), "input_shape": (32, 32, 1)}, 16, 6),
+    "lstm": Model(
+        "lstm",
+        {"num_layers": 1, "hidden_width": 16, "embedding_width": 16, "max_len": _SEQ_LEN, "vocab_size": _VOCABULARY},
+        16,
+        6,
+    ),
 }
-_SMALL_BATCH = 16
-
-
-def model(name: str, is_small: bool) -> Model:
-    """What the job trains: `is_small`, at a size for a walk through the code."""
-    found = MODELS[name]
-    if not is_small:
-        return found
-    return dataclasses.replace(found, options={**found.options, **_SMALL[name]}, batch_size=_SMALL_BATCH)
 
 
 @dataclasses.dataclass
@@ -115,15 +109,14 @@ class BegunOnce:
         return jax.tree.map(lambda array: array.copy(), self._first)  # a step may overwrite what it is given
 
 
-def build(name: str, is_small: bool, place: Place) -> Any:
+def build(model: Model, place: Place) -> Any:
     """A `Training`."""
     import jax
 
     import splitjax
     from splitjax.runtime.scheduled import Training, partial_steps
 
-    trained = model(name, is_small)
-    init_fn, train_step, _ = _steps(trained)
+    init_fn, train_step, _ = _steps(model)
     decorate = lambda backprop: splitjax.parallelize(
         train_step, mesh={"data": place.num_workers}, rules="data_parallel", backprop=backprop
     )
@@ -133,7 +126,7 @@ def build(name: str, is_small: bool, place: Place) -> Any:
         BegunOnce(step),
         init_fn,
         jax.random.key(0),
-        Batches(_data(trained), trained.batch_size),
+        Batches(_data(model), model.batch_size),
         at_depths=ByAssignment(spatial, temporal),
         warm_up=tuple(dict.fromkeys((*warm_up, *in_turn))),
     )
@@ -142,14 +135,13 @@ def build(name: str, is_small: bool, place: Place) -> Any:
 Judge = Callable[[Any], Mapping[str, float]]
 
 
-def judge(name: str, is_small: bool) -> Judge:
+def judge(model: Model) -> Judge:
     """Makes what gives the loss and the accuracy of a state on examples that are held out: at most `MOST_HELD_OUT` of
     them, evenly spaced. For one process of a job, which needs nothing of the others: each has all parameters."""
     import jax
     import numpy as np
 
-    judged_model = model(name, is_small)
-    data, evaluate = _data(judged_model), jax.jit(_steps(judged_model)[2])
+    data, evaluate = _data(model), jax.jit(_steps(model)[2])
     rows = np.unique(np.linspace(0, data.num_test - 1, MOST_HELD_OUT).astype(int))
     batch = {key: values[rows] for key, values in data.test.items()}
     batch = data.transform(batch) if data.transform else batch

@@ -14,7 +14,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.jigsaw.jobs import MODELS, build, judge
+from benchmarks.jigsaw.jobs import Model, build, judge
 from benchmarks.jigsaw.lasting import Lasting, LastingEngine
 from splitjax.schedule import (
     Cluster,
@@ -103,8 +103,8 @@ class Processes:
 
 
 @contextlib.contextmanager
-def started(is_small: bool = False) -> Iterator[Processes]:
-    """Processes of all jobs; `is_small`: of jobs at a size for a walk through the code."""
+def started(models: Mapping[str, Model]) -> Iterator[Processes]:
+    """Processes of all jobs: by name, what each trains."""
     from splitjax.runtime.scheduled import DecoratedJob, one_core_environment
 
     cores = tuple(sorted(os.sched_getaffinity(0)))[: CLUSTER.num_devices]
@@ -113,12 +113,12 @@ def started(is_small: bool = False) -> Iterator[Processes]:
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
     }
-    jobs = [Job(name, 0.0, 2, 1, GUESS) for name in MODELS]
+    jobs = [Job(name, 0.0, 2, 1, GUESS) for name in models]
     with tempfile.TemporaryDirectory() as root:
         folders = {job.name: pathlib.Path(root) / job.name for job in jobs}
         programs = {
             name: Lasting(
-                DecoratedJob(functools.partial(build, name, is_small), folder), functools.partial(judge, name, is_small)
+                DecoratedJob(functools.partial(build, models[name]), folder), functools.partial(judge, models[name])
             )
             for name, folder in folders.items()
         }

@@ -15,10 +15,10 @@ import dataclasses
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.jigsaw.jobs import MODELS
+from benchmarks.jigsaw.jobs import MODELS, SMALL_MODELS, Model
 from benchmarks.jigsaw.processes import CLUSTER, GUESS, Run, started
 from benchmarks.jigsaw.switching import of_kinds, switch_seconds
 from splitjax.schedule import Depth, Execution, Job, JobProfile, Options, Policy, TaskRecord, simulate
@@ -71,11 +71,6 @@ class Known:
     partial: dict[str, JobProfile]
 
 
-def iterations(name: str, quick: bool) -> int:
-    """Gives how many iterations a job does in a run."""
-    return max(6, MODELS[name].num_iterations // 20) if quick else MODELS[name].num_iterations
-
-
 @dataclasses.dataclass(frozen=True)
 class Profiled:
     """What was run of the jobs to profile them, one job after the other, each with nobody beside it: all workers at
@@ -85,37 +80,36 @@ class Profiled:
     partial: Execution
 
 
-def run_alone(run: Runner, num_iterations: int) -> Profiled:
+def run_alone(run: Runner, names: Iterable[str], num_iterations: int = ALONE_ITERATIONS) -> Profiled:
     """Runs each job by itself for so many iterations, in each way."""
-    return Profiled(*(run(policy, _unknown(num_iterations), 0).execution for policy in (POLICIES[GANG], "spb-fifo")))
+    jobs = [Job(name, 0.0, 2, num_iterations, GUESS) for name in names]
+    return Profiled(*(run(policy, jobs, 0).execution for policy in (POLICIES[GANG], "spb-fifo")))
 
 
-def run_mixed(run: Runner, num_iterations: int) -> Execution:
+def run_mixed(run: Runner, names: Iterable[str], num_iterations: int = MIXED_ITERATIONS) -> Execution:
     """Runs all jobs at once, so that a device goes from one to another after every task."""
-    return run(POLICIES[ALL], _unknown(num_iterations), 0).execution
-
-
-def _unknown(num_iterations: int) -> list[Job]:
-    return [Job(name, 0.0, 2, num_iterations, GUESS) for name in MODELS]
+    return run(POLICIES[ALL], [Job(name, 0.0, 2, num_iterations, GUESS) for name in names], 0).execution
 
 
 def read_switches(alone: Sequence[Profiled], mixed: Sequence[Execution]) -> dict[str, float]:
     """By job, the seconds that a device loses when it goes from another job's task to one of it."""
     same, other = of_kinds((one.partial for one in alone), False), of_kinds(mixed, True)
-    return {name: switch_seconds(name, same, other) for name in MODELS}
+    return {name: switch_seconds(name, same, other) for name in dict.fromkeys(job for job, _ in same)}
 
 
 def read_profiles(alone: Sequence[Profiled], switches: Mapping[str, float]) -> Known:
     """Each job's profile, by all of `alone` together: times are those for which it has its devices' tokens."""
     partial = [one.partial for one in alone]
-    found = {name: dataclasses.replace(_profile(name, partial), switch_seconds=switches[name]) for name in MODELS}
-    return Known({name: _full_profile(name, [one.whole for one in alone], found[name]) for name in MODELS}, found)
+    found = {name: dataclasses.replace(_profile(name, partial), switch_seconds=lost) for name, lost in switches.items()}
+    return Known({name: _full_profile(name, [one.whole for one in alone], found[name]) for name in found}, found)
 
 
-def profiles(run: Runner, num_iterations: int, rounds: int = PROFILE_ROUNDS) -> Known:
+def profiles(run: Runner, names: Iterable[str], num_iterations: int, rounds: int = PROFILE_ROUNDS) -> Known:
     """Each job's, from `rounds` runs in each way, in turns: a cost of a few percent is lost in what a machine drifts
     between two runs."""
-    alone, mixed = zip(*((run_alone(run, num_iterations), run_mixed(run, num_iterations)) for _ in range(rounds)))
+    names = tuple(names)
+    pairs = [(run_alone(run, names, num_iterations), run_mixed(run, names, num_iterations)) for _ in range(rounds)]
+    alone, mixed = zip(*pairs, strict=True)
     return read_profiles(alone, read_switches(alone, mixed))
 
 
@@ -164,48 +158,48 @@ def _profile(name: str, executions: Sequence[Execution]) -> JobProfile:
 @dataclasses.dataclass(frozen=True)
 class Taken:
     """What was run: by round and policy the run; `around`: the profiles right before and right after it; `known`: by
-    everything that was measured; `is_quick`: at a tiny size."""
+    everything that was measured; `models`: what each job trains."""
 
     rounds: Sequence[Mapping[str, Run]]
     around: Sequence[Mapping[str, Known]]
     known: Known
-    is_quick: bool
+    models: Mapping[str, Model]
 
     def jobs(self, seed: int, title: str) -> list[Job]:
         """The jobs of a round under a policy, with the profiles around its run."""
-        return jobs_of(self.around[seed][title], seed, title, self.is_quick)
+        return jobs_of(self.models, self.around[seed][title], seed, title)
 
 
-def jobs_of(known: Known, seed: int, title: str, is_quick: bool) -> list[Job]:
+def jobs_of(models: Mapping[str, Model], known: Known, seed: int, title: str) -> list[Job]:
     """The jobs of a round, in its order, with the profiles of how the policy `title` trains them."""
-    order = [*MODELS][seed % len(MODELS) :] + [*MODELS][: seed % len(MODELS)]
+    order = [*models][seed % len(models) :] + [*models][: seed % len(models)]
     profile = known.partial if title in PARTIAL else known.full
-    return [Job(name, 0.0, 2, iterations(name, is_quick), profile[name]) for name in order]
+    return [Job(name, 0.0, 2, models[name].num_iterations, profile[name]) for name in order]
 
 
-def take(quick: bool) -> Taken:
+def take(models: Mapping[str, Model], num_rounds: int) -> Taken:
     """Runs all policies in turns, with profiles of the jobs before the first run and after every one."""
     rounds: list[dict[str, Run]] = []
     places: list[dict[str, int]] = []  # by round and policy, which of the profiles came right before the run
-    with started(is_small=quick) as run:
-        alone, mixed = [run_alone(run, ALONE_ITERATIONS)], [run_mixed(run, MIXED_ITERATIONS)]
-        for seed in range(1 if quick else ROUNDS):
+    with started(models) as run:
+        alone, mixed = [run_alone(run, models)], [run_mixed(run, models)]
+        for seed in range(num_rounds):
             turn = [*POLICIES][seed % len(POLICIES) :] + [*POLICIES][: seed % len(POLICIES)]
             found, place = {}, {}
             switches = read_switches(alone, mixed)
             for title in turn:
                 place[title] = len(alone) - 1
                 now = read_profiles(alone[-1:], switches)
-                found[title] = run(POLICIES[title], jobs_of(now, seed, title, quick), seed)
-                alone.append(run_alone(run, ALONE_ITERATIONS))
+                found[title] = run(POLICIES[title], jobs_of(models, now, seed, title), seed)
+                alone.append(run_alone(run, models))
                 around = read_profiles(alone[-2:], switches)
-                expected = simulated(jobs_of(around, seed, title, quick), title)
+                expected = simulated(jobs_of(models, around, seed, title), title)
                 print(
                     f"{title}: {found[title].makespan:.1f} s, simulated {expected:.1f},"
                     f" computing {found[title].computing:.0%}",
                     flush=True,
                 )
-            mixed.append(run_mixed(run, MIXED_ITERATIONS))
+            mixed.append(run_mixed(run, models))
             rounds.append({title: found[title] for title in POLICIES})
             places.append(place)
     switches = read_switches(alone, mixed)
@@ -213,7 +207,7 @@ def take(quick: bool) -> Taken:
         {title: read_profiles(alone[number : number + 2], switches) for title, number in place.items()}
         for place in places
     ]
-    return Taken(rounds, around, read_profiles(alone, switches), quick)
+    return Taken(rounds, around, read_profiles(alone, switches), models)
 
 
 def simulated(jobs: Sequence[Job], title: str) -> float:
@@ -226,7 +220,8 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
     from benchmarks._common import table
     from benchmarks.splitbrain.common import Goal, Section
 
-    taken = take(quick)
+    models = SMALL_MODELS if quick else MODELS
+    taken = take(models, 1 if quick else ROUNDS)
     rounds, known = taken.rounds, taken.known
     predicted = [
         {title: simulated(taken.jobs(seed, title), title) for title in POLICIES} for seed in range(len(rounds))
@@ -246,7 +241,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         title: [expected[title] / one[title].makespan - 1 for expected, one in zip(predicted, rounds, strict=True)]
         for title in POLICIES
     }
-    per_iteration = sum(iterations(name, quick) for name in MODELS)
+    per_iteration = sum(model.num_iterations for model in models.values())
     lines = [
         (
             "Four jobs of two workers each (VGG-11 and a perceptron on digits, a transformer and an LSTM on text,"
@@ -310,7 +305,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
                             one.switch_seconds,
                         )
                     ),
-                    str(iterations(name, quick)),
+                    str(models[name].num_iterations),
                 )
                 for what, profile in (("full", known.full), ("partial", known.partial))
                 for name, one in profile.items()
@@ -321,7 +316,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         "",
         *table(
             ("job", *POLICIES),
-            ((name, *(f"{rounds[0][title].losses[name]:.6g}" for title in POLICIES)) for name in MODELS),
+            ((name, *(f"{rounds[0][title].losses[name]:.6g}" for title in POLICIES)) for name in models),
         ),
         "",
         (
@@ -336,7 +331,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
             abs(one[title].losses[name] - one[base].losses[name])
             for one in rounds
             for title in titles
-            for name in MODELS
+            for name in models
         )
 
     goals = [

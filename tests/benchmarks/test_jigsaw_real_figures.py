@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import types
@@ -9,9 +10,11 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks.jigsaw.jobs import BegunOnce, ByAssignment
+from benchmarks.jigsaw import real
+from benchmarks.jigsaw.jobs import SMALL_MODELS, BegunOnce, ByAssignment
 from benchmarks.jigsaw.lasting import Beginning, Lasting, LastingEngine, LastingTask
-from benchmarks.jigsaw.real import ALL, ALONE, FULL, JIGSAW, MODELS, PARTIAL, POLICIES, _full_profile, _profile
+from benchmarks.jigsaw.processes import Run
+from benchmarks.jigsaw.real import ALL, ALONE, FULL, GANG, JIGSAW, MODELS, PARTIAL, POLICIES, _full_profile, _profile
 from benchmarks.jigsaw.switch_cost import lost
 from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, Place, TaskRecord, ThreadEngine, execute
 from splitjax.schedule.model.jobs import DEVICE, NETWORK, STORAGE
@@ -36,6 +39,61 @@ def test_a_profile_is_what_full_and_half_depth_took() -> None:
     profile = _profile("a", [execution(tasks)])
     assert profile.task_seconds(0) == pytest.approx(0.15) and profile.task_seconds(1) == pytest.approx(0.1)
     assert profile.exposed_seconds == pytest.approx(0.05)
+
+
+class Slowing:
+    """Runs jobs on a machine that takes a tenth of a second longer for every task of a run than for those of the last
+    run. Tasks after another job's take 0.01 s more."""
+
+    def __init__(self):
+        self.begun = []
+
+    def __call__(self, policy, jobs, seed):
+        took, at, tasks = 0.1 * len(self.begun), 0.0, []
+        self.begun.append((policy, [job.profile for job in jobs]))
+        together = policy is POLICIES[ALL]
+        numbers = range(1, max(job.num_iterations for job in jobs) + 1)
+        turns = [(n, job) for n in numbers for job in jobs] if together else [(n, job) for job in jobs for n in numbers]
+        for number, job in turns:
+            is_partial = policy == "spb-fifo" or together
+            lost = 0.01 if together else 0.0
+            for worker in (0, 1):
+                depth = (number + worker) % 2 if is_partial else 0
+                end = at + (1.0 + took) * (0.75 if depth else 1.0) + lost
+                tasks.append(TaskRecord(job.name, worker, worker, DEVICE, number, depth, at, end))
+            at += 1.0 + took + lost
+        result = types.SimpleNamespace(makespan=at)
+        return Run(Execution(result, tuple(tasks), {}, {}, {}), 0.0, 0.0)
+
+
+def test_a_run_is_simulated_by_the_profiles_right_before_and_right_after_it(monkeypatch) -> None:
+    machine = Slowing()
+    monkeypatch.setattr(real, "started", lambda models: contextlib.nullcontext(machine))
+    taken = real.take(SMALL_MODELS, 2)
+    ran = [None if profiles[0] is real.GUESS else policy for policy, profiles in machine.begun]
+    runs = [number for number, policy in enumerate(ran) if policy is not None]
+    order = [*POLICIES, *[*POLICIES][1:], [*POLICIES][0]]  # the second round begins with another policy
+    assert [ran[number] for number in runs] == [POLICIES[title] for title in order]
+    seconds = lambda policy, numbers: next(
+        1.0 + 0.1 * number for number in numbers if machine.begun[number][0] == policy and ran[number] is None
+    )
+    for place, (number, title) in enumerate(zip(runs, order, strict=True)):
+        known = taken.around[place // len(POLICIES)][title]
+        for policy, found in (("gang-fifo", known.full), ("spb-fifo", known.partial)):
+            before = seconds(policy, range(number - 1, -1, -1))
+            after = seconds(policy, range(number + 1, len(ran)))
+            for name in SMALL_MODELS:
+                assert found[name].task_seconds(0) == pytest.approx((before + after) / 2)
+        assert {job.name: job.profile for job in taken.jobs(place // len(POLICIES), title)} == (
+            known.partial if title in PARTIAL else known.full
+        )
+    assert [job.name for job in taken.jobs(1, GANG)] == [*SMALL_MODELS][1:] + [*SMALL_MODELS][:1]
+
+
+def test_a_switch_costs_what_tasks_after_another_job_take_longer() -> None:
+    steady = lambda *call: Slowing()(*call)
+    alone, mixed = real.run_alone(steady, SMALL_MODELS), real.run_mixed(steady, SMALL_MODELS)
+    assert real.read_switches([alone], [mixed]) == {name: pytest.approx(0.01) for name in SMALL_MODELS}
 
 
 def test_jobs_are_packed_where_they_should_be_and_at_the_depths_of_partial_backpropagation_alone() -> None:
