@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the walks; returns 1 where one failed or wrote over a page of results, 2 where nothing was asked for."""
     from benchmarks.__main__ import registry
 
-    names = [name for name in registry() if name != "all"]
+    order = {name: number for number, name in enumerate(WALKS)}
+    names = sorted((name for name in registry() if name != "all"), key=lambda name: order.get(name, len(order)))
     options = _options(argv, names)
     walks = [walk for walk in walks_of(options.only or names) if options.part in ("", walk.part)]
     if options.list:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.faults import run
 from benchmarks.faults.checks import Fault, compare, lost
@@ -84,15 +84,24 @@ class End:
     was_met: bool = True
 
 
-def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int, seconds: float = 3600.0) -> Fault:
-    """Interrupts a command at 40 random moments between its entry point and its end, in a new `folder`; fewer where
-    `seconds` are over before. A start that had ended before its moment is not counted. `reference`: the undisturbed run
-    of those that train."""
-    until = time.monotonic() + seconds
-    rng = random.Random(f"{seed}:{name}")
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """How often, and by which draws, a command is interrupted; fewer times where `seconds` are over before."""
+
+    seed: int
+    number: int = NUM_MOMENTS
+    seconds: float = 3600.0
+
+
+def interrupt(name: str, folder: pathlib.Path, reference: Recipe, moments: Moments) -> Fault:
+    """Interrupts a command at random moments between its entry point and its end, in a new `folder`. A start that had
+    ended before its moment is not counted. `reference`: the undisturbed run of those that train."""
+    until = time.monotonic() + moments.seconds
+    rng = random.Random(f"{moments.seed}:{name}")
     folder.mkdir(parents=True)
+    go_on = lambda ends: len(ends) < moments.number and time.monotonic() < until
     if name in SAVING:
-        return _interrupt_training(name, folder, reference, rng, until)
+        return _interrupt_training(name, folder, reference, rng, go_on)
     command = next(one for one in COMMANDS if one.name == name)
     (folder / "j.csv").write_text(f"name,arrival_seconds,num_workers,num_iterations,profile\n{_JOBS}")
     (folder / "p.json").write_text(json.dumps([_PROFILE]))
@@ -101,7 +110,7 @@ def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int, sec
     problems = [] if whole.status in command.statuses else [f"undisturbed: {whole.status}: {whole.text[-500:]}"]
     kept = {result: (folder / result).read_text() for result in command.results if not problems}
     ends: list[End] = []
-    while not problems and len(ends) < NUM_MOMENTS and time.monotonic() < until:
+    while not problems and go_on(ends):
         end = _run(arguments, folder, reference.environment(), rng.uniform(0.0, whole.end_seconds))
         if not end.was_met:
             continue
@@ -111,7 +120,9 @@ def interrupt(name: str, folder: pathlib.Path, reference: Recipe, seed: int, sec
     return _fault(name, ends, problems, f"{whole.end_seconds:.1f} s undisturbed")
 
 
-def _interrupt_training(name: str, folder: pathlib.Path, reference: Recipe, rng: random.Random, until: float) -> Fault:
+def _interrupt_training(
+    name: str, folder: pathlib.Path, reference: Recipe, rng: random.Random, go_on: Callable[[Sequence[End]], bool]
+) -> Fault:
     """Each start goes on where the one before it was interrupted; what is complete is compared with `reference`, and
     the next run begins anew."""
     recipe = dataclasses.replace(reference, folder=folder / "0")
@@ -121,7 +132,7 @@ def _interrupt_training(name: str, folder: pathlib.Path, reference: Recipe, rng:
     problems: list[str] = []
     complete = 0
     whole_seconds = None
-    while len(ends) < NUM_MOMENTS and time.monotonic() < until:
+    while go_on(ends):
         recipe.folder.mkdir(exist_ok=True)
         train = recipe.command()
         arguments = train if name == "train" else [*launcher, *train]

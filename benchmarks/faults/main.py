@@ -56,11 +56,12 @@ DATA_DAMAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the runs of a suite lie, the undisturbed one, and how many kills there are."""
+    """Where the runs of a suite lie, the undisturbed one, how many kills there are, and interruptions of a command."""
 
     folder: pathlib.Path
     reference: Recipe
     num_kills: int = NUM_KILLS
+    num_interrupts: int = interrupts.NUM_MOMENTS
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     made: dict[str, Recipe] = dataclasses.field(default_factory=dict)
 
@@ -123,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         place = Place(
             pathlib.Path(folder),
             Recipe(pathlib.Path(folder) / "undisturbed", pathlib.Path(folder) / "compiled"),
-            1 if options.quick else NUM_KILLS,
+            num_kills=1 if options.quick else NUM_KILLS,
+            num_interrupts=2 if options.quick else interrupts.NUM_MOMENTS,
         )
         output = pathlib.Path(folder) / "page" if options.quick and options.output == RESULTS else options.output
         records = output / page.RECORDS
@@ -251,7 +253,8 @@ def _bad(action: str, kill: bool) -> Meet:
 def _interrupt(name: str) -> Meet:
     def meet(place: Place, rng: random.Random) -> Fault:
         reference = place.done("train") if name in interrupts.SAVING else place.reference
-        return interrupts.interrupt(name, place.new_folder(name), reference, rng.randrange(2**32))
+        moments = interrupts.Moments(rng.randrange(2**32), place.num_interrupts)
+        return interrupts.interrupt(name, place.new_folder(name), reference, moments)
 
     return meet
 
