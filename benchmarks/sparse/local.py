@@ -39,8 +39,8 @@ def section(quick: bool, data_dir: pathlib.Path, num_workers: int) -> Any:
     )
     # A worker that is a process of its own has one thread that computes. Devices of one process wait for each other
     # inside a collective, so each needs a thread, and there is one to spare; further ones look for work of which there
-    # is none, and wake each other: with 64 threads, exchanging the indices of lm1b among 16 workers takes a third more
-    # processor time. No two steps are in flight at once here, which could take all threads and wait forever.
+    # is none, and wake each other, which would be counted. No two steps are in flight at once here, which could take
+    # all threads and wait forever.
     environment = {**kept_memory(os.environ), "XLA_FLAGS": flags, "NPROC": str(num_workers + 1)}
     return report(run_child("sparse.local", settings, environment), num_workers)
 
