@@ -55,6 +55,20 @@ def test_walks_are_of_benchmarks_that_there_are_and_an_unknown_one_gets_the_comm
     assert walk.commands == (("--quick", "--output", "{output}"),)
 
 
+def test_walks_are_listed_as_they_are_written_down_and_new_benchmarks_last(capsys):
+    assert main.main(["--list"]) == 0
+    walked = list(dict.fromkeys(line.split()[3] for line in capsys.readouterr().out.splitlines()))
+    written = [name for name in walks.WALKS if name in walked]
+    assert walked[: len(written)] == written and set(walked) == {name for name in registry() if name != "all"}
+
+
+def test_walks_compile_without_optimisations_whatever_flags_there_are(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    environment = main.quick_compiling()
+    assert environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    assert environment["XLA_FLAGS"].split()[0] == "--xla_force_host_platform_device_count=3"
+
+
 def test_a_walk_that_fails_is_named_and_fails_the_command(capsys, monkeypatch):
     broken = walks.Walk("claims", (("--root", "{work}"), ("--no-such-option",)))
     monkeypatch.setattr(main, "walks_of", lambda names: [walks.Walk("claims", ((),)), broken])

@@ -150,3 +150,8 @@ def test_memory_counts_what_is_held_beside_a_worker_program():
     section, facts = memory.report({"ResNet-18": found})
     assert [(goal.value, goal.ok) for goal in section.goals] == [(pytest.approx(0.238), True)]
     assert facts["ResNet-18"]["ordinary"] == 250 and section.lines[-1].endswith("| **23.8%** |")
+
+
+def test_a_quick_run_has_points_of_its_curves(tmp_path):
+    """The parts that read the curves of the part on quality need one point at least."""
+    assert all(task.num_steps >= quality.CURVE_STEPS for task in quality.tasks(True, tmp_path))

@@ -215,6 +215,21 @@ def test_a_command_that_is_interrupted_ends_cleanly(tmp_path):
     assert interrupts._problems(dataclasses.replace(end, text=""), (0,), ("interrupted",)) != []
 
 
+def test_a_command_is_interrupted_as_often_as_was_asked(tmp_path, monkeypatch):
+    ends = []
+
+    def run(arguments, folder, environment, moment):
+        (folder / "out.json").write_text("{}")
+        # The second start has ended before its moment, and is not counted.
+        ends.append(interrupts.End(0.0, interrupts.INTERRUPTED if moment else 0, 1.0, "interrupted", len(ends) != 2))
+        return ends[-1]
+
+    monkeypatch.setattr(interrupts, "_run", run)
+    recipe = Recipe(tmp_path / "run", tmp_path / "compiled")
+    fault = interrupts.interrupt("plan", tmp_path / "new", recipe, interrupts.Moments(0, 2))
+    assert fault.survived and len(ends) == 1 + 3
+
+
 def _nudged(line):
     row = json.loads(line)
     return json.dumps({**row, "loss": row["loss"] * (1 + 2**-52)}) + "\n"
