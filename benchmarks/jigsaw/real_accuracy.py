@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.jigsaw.accuracy import DISCIPLINES, Trained, lengthening
 from benchmarks.jigsaw.jobs import LEARNING_RATE, MODELS, MOST_HELD_OUT, SMALL_MODELS
 from benchmarks.jigsaw.processes import GUESS, Processes, started
-from benchmarks.jigsaw.real import PROFILE_ROUNDS, Known, profiles
+from benchmarks.jigsaw.profiling import PROFILE_ROUNDS, Known, profiles
 from splitjax.schedule import Job, JobProfile
 
 ROUNDS = 3

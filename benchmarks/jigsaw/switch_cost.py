@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.jigsaw.jobs import MODELS, SMALL_MODELS
 from benchmarks.jigsaw.processes import started
-from benchmarks.jigsaw.real import ALL, POLICIES, PROFILE_ROUNDS, profiles
+from benchmarks.jigsaw.profiling import ALL_AT_ONCE, PROFILE_ROUNDS, profiles
 from benchmarks.jigsaw.switching import TaskKind, of_kind
 from splitjax.schedule import Job
 
@@ -28,7 +28,7 @@ def section(quick: bool, data_dir: pathlib.Path) -> Any:
         known = profiles(run, models, 5 if quick else 20, 1 if quick else PROFILE_ROUNDS).partial
         for seed in range(1 if quick else ROUNDS):
             jobs = [Job(name, 0.0, 2, model.num_iterations, known[name]) for name, model in models.items()]
-            for policy, is_switched, kept in (("spb-fifo", False, alone), (POLICIES[ALL], True, after)):
+            for policy, is_switched, kept in (("spb-fifo", False, alone), (ALL_AT_ONCE, True, after)):
                 for kind, seconds in of_kind(run(policy, jobs, seed).execution.tasks, is_switched).items():
                     kept.setdefault(kind, []).extend(seconds)
     load = f"The load average was {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores when it ended."

@@ -10,11 +10,12 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks.jigsaw import real
-from benchmarks.jigsaw.jobs import SMALL_MODELS, BegunOnce, ByAssignment
+from benchmarks.jigsaw import profiling, real_runs
+from benchmarks.jigsaw.jobs import MODELS, SMALL_MODELS, BegunOnce, ByAssignment
 from benchmarks.jigsaw.lasting import Beginning, Lasting, LastingEngine, LastingTask
 from benchmarks.jigsaw.processes import Run
-from benchmarks.jigsaw.real import ALL, ALONE, FULL, GANG, JIGSAW, MODELS, PARTIAL, POLICIES, _full_profile, _profile
+from benchmarks.jigsaw.profiling import _full_profile, _profile
+from benchmarks.jigsaw.real_runs import ALL, ALONE, FULL, GANG, JIGSAW, PARTIAL, POLICIES
 from benchmarks.jigsaw.switch_cost import lost
 from splitjax.schedule import Cluster, Depth, Execution, Job, JobProfile, Place, TaskRecord, ThreadEngine, execute
 from splitjax.schedule.model.jobs import DEVICE, NETWORK, STORAGE
@@ -68,9 +69,9 @@ class Slowing:
 
 def test_a_run_is_simulated_by_the_profiles_right_before_and_right_after_it(monkeypatch) -> None:
     machine = Slowing()
-    monkeypatch.setattr(real, "started", lambda models: contextlib.nullcontext(machine))
-    taken = real.take(SMALL_MODELS, 2)
-    ran = [None if profiles[0] is real.GUESS else policy for policy, profiles in machine.begun]
+    monkeypatch.setattr(real_runs, "started", lambda models: contextlib.nullcontext(machine))
+    taken = real_runs.take(SMALL_MODELS, 2)
+    ran = [None if profiles[0] is profiling.GUESS else policy for policy, profiles in machine.begun]
     runs = [number for number, policy in enumerate(ran) if policy is not None]
     order = [*POLICIES, *[*POLICIES][1:], [*POLICIES][0]]  # the second round begins with another policy
     assert [ran[number] for number in runs] == [POLICIES[title] for title in order]
@@ -92,8 +93,8 @@ def test_a_run_is_simulated_by_the_profiles_right_before_and_right_after_it(monk
 
 def test_a_switch_costs_what_tasks_after_another_job_take_longer() -> None:
     steady = lambda *call: Slowing()(*call)
-    alone, mixed = real.run_alone(steady, SMALL_MODELS), real.run_mixed(steady, SMALL_MODELS)
-    assert real.read_switches([alone], [mixed]) == {name: pytest.approx(0.01) for name in SMALL_MODELS}
+    alone, mixed = profiling.run_alone(steady, SMALL_MODELS), profiling.run_mixed(steady, SMALL_MODELS)
+    assert profiling.read_switches([alone], [mixed]) == {name: pytest.approx(0.01) for name in SMALL_MODELS}
 
 
 def test_jobs_are_packed_where_they_should_be_and_at_the_depths_of_partial_backpropagation_alone() -> None:
