@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -11,16 +10,13 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Most of the suite's time is the CPU backend's. Without LLVM's optimisations, and with each program compiled in one
-# piece (by default it is cut into up to 32, for many threads), about half of it is gone; the programs are the same down
-# to LLVM. Processes that tests start inherit it. Tests marked `optimised` have the optimisations on in
-# `make test-core`, which CI runs on another Python.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-# The older of XLA's two ways to write a fusion's code compiles a step in half the time. Newer releases have one, and no
-# such flag.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+from benchmarks import _compiling
+
+# Most of the suite's time is the CPU backend's, and about half of that is gone this way. Processes that tests start
+# inherit it. Tests marked `optimised` have the optimisations on in `make test-core`, which CI runs on another Python.
+for _variable, _value in _compiling.ENVIRONMENT.items():
+    os.environ.setdefault(_variable, _value)
+FLAGS = f"--xla_force_host_platform_device_count=8 {_compiling.flags()}"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # All virtual devices share one pool of threads, by default as many as there are devices. Steps in flight can take all
